@@ -25,7 +25,7 @@ from benchmarks.sender import CONNECTIONS, Sender
 from turnlane.errors import QueueClosed
 from turnlane.inputs.syslog import SyslogInput, SyslogSettings
 from turnlane.node.node import Node
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 
 SIZE = 100
 OURS = "turnlane disk, always"
@@ -56,7 +56,7 @@ def turnlane_events(effort: Effort, events: int) -> float:
     return found
 
 
-def _throw_away(queue: HoldingQueue) -> None:
+def _throw_away(queue: BufferedQueue) -> None:
     with contextlib.suppress(QueueClosed):
         while True:
             queue.get().done()

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from turnlane.queues.knobs import ALL, IN_MEMORY, ON_DISK, STORING, WAITING, Kind
-from turnlane.queues.settings import QueueSettings
+from turnlane.queues.settings import ALL, IN_MEMORY, ON_DISK, STORING, WAITING, Kind, QueueSettings
 
 PAGE = Path(__file__).parents[1] / "docs/queues.md"
 BEGIN = "<!-- knobs: written by scripts/knob_table.py -->"

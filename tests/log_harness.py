@@ -38,16 +38,16 @@ def open_log(
     )
 
 
-def values(first: int, count: int) -> list[bytes]:
+def build_values(first: int, count: int) -> list[bytes]:
     return [b"event %d" % offset for offset in range(first, first + count)]
 
 
-def fill(log: Log, count: int, blocks: int = 1) -> None:
+def append_events(log: Log, count: int, blocks: int = 1) -> None:
     for _ in range(blocks):
-        log.append(log.end, block_of(values(log.end, count), timestamps=1))
+        log.append(log.end, block_of(build_values(log.end, count), timestamps=1))
 
 
-def drained(
+def read_all(
     log: Log, offset: int = 0, max_events: int = 1000
 ) -> list[bytes | UnreadableRange | None]:
     """Everything from ``offset`` on: values, and faults where there are none."""
@@ -67,25 +67,25 @@ def drained(
     return found
 
 
-def three_frames(directory: Path) -> tuple[Path, list[int]]:
+def write_three_frames(directory: Path) -> tuple[Path, list[int]]:
     """A chunk with three frames of ten events, and the bytes at which they begin and end."""
     log = open_log(directory)
     places = []
     for _ in range(3):
-        fill(log, 10)
+        append_events(log, 10)
         places.append(log.position.byte)
     log.close()
     return directory / CHUNK_0, places
 
 
-def kept(directory: Path) -> bytes:
+def read_quarantine(directory: Path) -> bytes:
     """All bytes in quarantine."""
     folder = directory / "quarantine"
     files = sorted(folder.iterdir()) if folder.exists() else []
     return b"".join(path.read_bytes() for path in files)
 
 
-def flip(path: Path, byte: int) -> None:
+def flip_bit(path: Path, byte: int) -> None:
     data = bytearray(path.read_bytes())
     data[byte] ^= 0x40
     path.write_bytes(bytes(data))

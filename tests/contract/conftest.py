@@ -61,7 +61,7 @@ def direct(tmp_path: Path) -> Iterator[Harness]:
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Harness]:
-    """The harness of the memory kind, for what is the same in all that hold events."""
+    """The harness of the memory kind, for behaviour that all buffered kinds share."""
     yield from _closed_after(MemoryHarness(tmp_path))
 
 

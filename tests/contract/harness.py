@@ -1,7 +1,7 @@
 """How the contract suite gets its queues: a small harness for each kind.
 
 A harness opens queues of its kind with the knobs that a test asks for, takes events out of them,
-and closes them when the test is over. Then every ledger has to add up, whatever the test did.
+and closes them when the test is over. Then every ledger has to add up.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar
 
+from tests.queue_internals import state_of
 from turnlane.client import connect
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.events import EVENT_OVERHEAD
 from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
-from turnlane.queues import open_queue
+from turnlane.queues import open_buffered_queue, open_queue
 from turnlane.queues.api import Ack, AckLevel, Batch, Consumer, Producer, Queue, Stats
-from turnlane.queues.knobs import Kind
-from turnlane.queues.memory import MemoryQueue
-from turnlane.queues.proxy import ProxyQueue
-from turnlane.queues.settings import QueueSettings
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.settings import Kind, QueueSettings
 from turnlane.serving.address import LOOPBACK, Address
 from turnlane.serving.auth import Authority
 from turnlane.testing import FaultyDisk, LoopbackTransport
 
 PATIENCE = 20.0
-"""Seconds after which what has not happened will not: generous, for machines are noisy."""
+"""Seconds after which a test gives up waiting: generous, because machines are noisy."""
 NOTICEABLE = 0.05
 """Seconds for which to watch that something does not happen."""
 
@@ -46,7 +45,7 @@ def wait_until(
     while not condition():
         waited = time.monotonic() - start
         assert waited < patience, f"{what} did not come about in {patience:g} s"
-        # A look may cost those who are waited for: the longer it takes already, the fewer.
+        # A look may delay the threads that the test waits for: look less often over time.
         time.sleep(min(max(0.001, waited / 20), 0.05))
 
 
@@ -108,7 +107,7 @@ class Acks:
         return sum(ack.dropped for ack in list(self.told))
 
     def wait_for(self, count: int) -> None:
-        """Wait until so many events are acked, and see that it is not more."""
+        """Wait until ``count`` events are acked, and check that no more are."""
         wait_until(lambda: self.count >= count, f"{count} acks")
         assert self.count == count
 
@@ -148,7 +147,7 @@ class Harness(abc.ABC):
         """End the stall."""
 
     def settle_in(self, queue: Queue) -> None:  # noqa: B027 - likewise
-        """Wait until what was published is where it will stay during a stall."""
+        """Wait until published events are where they stay during a stall."""
 
     def receive(self, queue: Queue, count: int) -> list[bytes | None]:
         """The next ``count`` values, their events settled as delivered."""
@@ -168,7 +167,7 @@ class Harness(abc.ABC):
 
 
 def check(stats: Stats) -> None:
-    """The ledger adds up, and what is empty takes no room, unless its test closed it."""
+    """The ledger adds up, and an empty queue takes no room, unless the test closed it."""
     assert stats.ledger.adds_up, stats.ledger
     assert stats.size >= 0
     assert stats.bytes >= 0
@@ -214,7 +213,7 @@ class MemoryHarness(Harness):
 
 
 class DiskHarness(Harness):
-    """A disk queue counts what is on disk against its bounds, so that writing makes no room."""
+    """A disk queue counts the events on disk against its bounds, so that writing makes no room."""
 
     kind = Kind.DISK
     persists_by_itself = True
@@ -248,9 +247,9 @@ class DiskAssistedHarness(DiskHarness):
 
 
 class ProxyHarness(Harness):
-    """A proxy in front of a memory queue; a stall is a node that lets nobody in.
+    """A proxy in front of a memory queue; a stall is a node that keeps publishers out.
 
-    Knobs that mean nothing in a proxy queue, those of its consumers, are given to the node's.
+    The knobs of consumers, which a proxy queue does not have, go to the queue of the node.
     """
 
     kind = Kind.PROXY
@@ -258,17 +257,17 @@ class ProxyHarness(Harness):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.nodes: list[MemoryQueue] = []
+        self.nodes: list[BufferedQueue] = []
 
     def make(self, clock: Clock, **knobs: Any) -> Queue:
         if "size" in knobs:
             knobs |= {"batches": 1, "batch_size": knobs.pop("size")}
         own = {knob for knob in knobs if self.kind in QueueSettings.kinds_of(knob)}
         far = {knob: value for knob, value in knobs.items() if knob not in own}
-        node = MemoryQueue(QueueSettings.of(name="node", **far), clock=clock)
+        node = open_buffered_queue(QueueSettings.of(name="node", **far), clock=clock)
         self.nodes.append(node)
         near = QueueSettings.of(kind=self.kind, **{knob: knobs[knob] for knob in own})
-        return ProxyQueue(near, LoopbackTransport(node), clock=clock)
+        return open_queue(near, transport=LoopbackTransport(node), clock=clock)
 
     def stall(self) -> None:
         self._hold(held=True)
@@ -281,8 +280,8 @@ class ProxyHarness(Harness):
 
     def _hold(self, *, held: bool) -> None:
         for node in self.nodes:
-            with node.lock:
-                node.gate.hold(held=held)
+            with state_of(node).lock:
+                state_of(node).admission.hold(hold=held)
 
     def close(self) -> None:
         super().close()
@@ -316,7 +315,7 @@ class ClientHarness(ProxyHarness):
         plane.start()
         self._opened.callback(plane.stop)
         client = self._opened.enter_context(connect(f"turnlane://{plane.address}"))
-        self.nodes.append(cast("MemoryQueue", node.queue(name)))
+        self.nodes.append(node.queue(name))
         return client.queue(name, clock=clock, **near)
 
     def close(self) -> None:
@@ -350,7 +349,7 @@ def bytes_for(*values: bytes) -> int:
 
 
 def wait_for_line(queue: Queue, length: int) -> None:
-    """Wait until so many publishers stand in line."""
+    """Wait until ``length`` publishers wait in line."""
     wait_until(lambda: queue.stats().blocked_publishers == length, f"a line of {length}")
 
 

@@ -23,7 +23,7 @@ from tests.contract.harness import (
 from turnlane.errors import QueueClosed
 from turnlane.events import block_of
 from turnlane.queues.api import Ack, AckLevel, Batch, Durability, Queue
-from turnlane.queues.knobs import ON_DISK, Kind
+from turnlane.queues.settings import ON_DISK, Kind
 
 LEVELS = list(AckLevel)
 
@@ -50,7 +50,7 @@ def test_every_event_is_acked_once_at_the_level_asked_for(every: Harness, level:
 
 
 def test_accepted_is_acked_without_a_consumer(buffering: Harness) -> None:
-    """What the queue holds is accepted, whatever becomes of it."""
+    """An event in the queue is accepted, with or without a consumer."""
     queue = buffering.open()
     producer, acks = follow(queue, AckLevel.ACCEPTED)
     publish_all(producer, numbered(0, 3))
@@ -88,7 +88,7 @@ def test_a_direct_consumers_dead_letters_are_acked_too(direct: Harness) -> None:
 
 
 def test_batches_done_in_reverse_are_acked_in_publish_order(buffering: Harness) -> None:
-    """As long as the oldest batch is out, nobody hears of the later ones."""
+    """While the oldest batch is in flight, no ack comes for later ones."""
     queue = buffering.open()
     producer, acks = follow(queue)
     producer.publish_block(block_of(numbered(0, 20)))
@@ -131,8 +131,8 @@ def test_counts_are_exact_for_each_of_several_producers(buffering: Harness) -> N
     assert acks_of_one.count + acks_of_other.count == queue.stats().ledger.delivered
 
 
-def test_producers_without_callback_do_not_disturb_those_with(every: Harness) -> None:
-    """Events nobody asked about are in nobody's count."""
+def test_a_producer_without_callback_does_not_disturb_one_with_callback(every: Harness) -> None:
+    """Events of a producer without callback are in no count."""
     queue = every.open()
     quiet = queue.producer()
     producer, acks = follow(queue)
@@ -171,7 +171,7 @@ def test_each_producer_has_its_own_level(disk: Harness) -> None:
     told[AckLevel.DELIVERED][1].wait_for(1)
 
 
-def test_persisted_is_acked_when_it_is_true(every: Harness) -> None:
+def test_a_persisted_ack_comes_only_once_the_event_is_persisted(every: Harness) -> None:
     """A queue that keeps nothing on disk says persisted on delivery, and not before."""
     queue = every.open()
     producer, acks = follow(queue, AckLevel.PERSISTED)
@@ -182,7 +182,7 @@ def test_persisted_is_acked_when_it_is_true(every: Harness) -> None:
     acks.wait_for(1)
 
 
-def test_spilling_persists(disk_assisted: Harness) -> None:
+def test_a_spilled_event_is_acked_as_persisted(disk_assisted: Harness) -> None:
     """What a disk-assisted queue has moved to disk is persisted, though not delivered."""
     queue = disk_assisted.open(size=4, high_watermark=3, low_watermark=0)
     producer, acks = follow(queue, AckLevel.PERSISTED)
@@ -193,8 +193,8 @@ def test_spilling_persists(disk_assisted: Harness) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_acks_say_what_stands_behind_them(every: Harness, level: AckLevel) -> None:
-    """The durability of an ack is what was true then: acceptance promises memory, no more."""
+def test_an_ack_states_its_durability(every: Harness, level: AckLevel) -> None:
+    """The durability of an ack holds at that moment: acceptance promises only memory."""
     queue = every.open()
     producer, acks = follow(queue, level)
     producer.publish(b"one")
@@ -229,7 +229,7 @@ def test_without_callback_publish_returns_when_the_level_is_reached(
 
 
 def test_try_publish_never_waits_for_a_level(every: Harness) -> None:
-    """Not to block is the point of it, whatever the level."""
+    """It does not block at any level."""
     queue = every.open()
     producer = queue.producer(ack="delivered")
     assert producer.try_publish(b"one")
@@ -263,7 +263,7 @@ def test_callbacks_run_on_a_thread_of_their_own(every: Harness) -> None:
     assert threads[0].name.startswith("turnlane-acks")
 
 
-def test_a_slow_callback_holds_nobody_up(every: Harness) -> None:
+def test_a_slow_callback_delays_no_publisher(every: Harness) -> None:
     """While a callback is stuck, publishing, getting and settling go on."""
     queue = every.open()
     stuck, go_on = threading.Event(), threading.Event()
@@ -306,7 +306,7 @@ def test_a_callback_that_raises_costs_no_other_ack(
         producer.publish(b"two")
         every.receive(queue, 1)
         acks.wait_for(2)
-    assert "ack callback" in caplog.text
+    assert "queue.ack_callback_failed" in caplog.text
 
 
 def test_a_callback_may_publish(every: Harness) -> None:
@@ -326,7 +326,7 @@ def test_a_callback_may_publish(every: Harness) -> None:
 
 
 def test_a_callback_may_wait_for_room(buffering: Harness) -> None:
-    """A callback blocked by a full queue is let in as everybody is."""
+    """A callback that a full queue blocks enters when there is room."""
     queue = buffering.open(size=1, stalled=True)
     acks = Acks()
     answered = threading.Event()
@@ -377,7 +377,9 @@ def test_a_callback_may_close_the_queue_and_wait_for_it_to_drain(buffering: Harn
     assert queue.stats().ledger.delivered == 1
 
 
-def test_a_direct_queue_acks_in_publish_order_whoever_is_through_first(direct: Harness) -> None:
+def test_a_direct_queue_acks_in_publish_order_when_consumers_end_out_of_order(
+    direct: Harness,
+) -> None:
     """Consumers on several threads end in any order; acks and their ends go by offset."""
     go_on = {value: threading.Event() for value in numbered(0, 3)}
 

@@ -21,7 +21,7 @@ from tests.contract.harness import (
 from turnlane.errors import EventTooLarge, QueueFull, SchemaMismatch
 from turnlane.events import BASE_SCHEMA, Block, block_of, iterate_events, join_blocks
 from turnlane.queues.api import Batch, Queue
-from turnlane.queues.knobs import Kind
+from turnlane.queues.settings import Kind
 
 
 def with_columns(values: list[bytes], **columns: Any) -> Block:
@@ -33,7 +33,7 @@ def with_columns(values: list[bytes], **columns: Any) -> Block:
 
 
 @pytest.mark.parametrize("moment", [2**62, -(2**62)])
-def test_a_time_beyond_pythons_calendar_is_a_number_all_the_same(moment: int) -> None:
+def test_a_time_beyond_the_calendar_of_python_is_kept_as_a_number(moment: int) -> None:
     assert [event.timestamp for event in iterate_events(block_of([b"x"], timestamps=moment))] == [
         moment
     ]
@@ -62,7 +62,7 @@ class Receiver:
         return join_blocks(blocks)
 
 
-def test_a_published_block_says_where_it_went(every: Harness) -> None:
+def test_publish_block_returns_the_first_offset(every: Harness) -> None:
     """The first offset, how many were taken, and nothing dropped or repeated."""
     queue = every.open()
     producer = queue.producer()
@@ -105,7 +105,7 @@ def test_a_block_with_more_bytes_than_the_queue_goes_in_piece_by_piece(buffering
     assert publishing.result().accepted == 25
 
 
-def test_a_large_block_may_run_out_of_time(buffering: Harness) -> None:
+def test_a_large_block_that_does_not_fit_in_time_raises_queue_full(buffering: Harness) -> None:
     """The timeout is for the whole block; the pieces that went in are in."""
     queue = buffering.open(size=4, stalled=True)
     started = time.monotonic()
@@ -118,8 +118,8 @@ def test_a_large_block_may_run_out_of_time(buffering: Harness) -> None:
     assert buffering.receive(queue, inside) == numbered(0, inside)
 
 
-def test_a_large_block_that_runs_out_of_time_says_how_much_of_it_is_in(buffering: Harness) -> None:
-    """``accepted`` is exact whatever the level, and ``pending`` as long as that is not reached."""
+def test_queue_full_for_a_large_block_tells_how_many_events_are_in(buffering: Harness) -> None:
+    """``accepted`` is exact at every level; ``pending`` is true until the level is reached."""
     queue = buffering.open(size=4, stalled=True)
     producer = queue.producer(ack="delivered")
     with pytest.raises(QueueFull) as full:
@@ -133,7 +133,9 @@ def test_a_large_block_that_runs_out_of_time_says_how_much_of_it_is_in(buffering
     assert publishing.result().accepted == 20 - inside
 
 
-def test_a_large_block_is_at_its_level_when_all_of_it_is(buffering: Harness) -> None:
+def test_publish_of_a_large_block_returns_when_all_pieces_reach_the_level(
+    buffering: Harness,
+) -> None:
     """Pieces need not wait for each other's acks; the publisher waits for the last."""
     queue = buffering.open(size=4)
     producer = queue.producer(ack="delivered")
@@ -154,8 +156,8 @@ def test_an_event_too_large_refuses_all_pieces_of_its_block(buffering: Harness) 
     assert queue.stats().ledger.accepted == 0
 
 
-def test_nobody_comes_between_a_block_that_fits(buffering: Harness) -> None:
-    """A block no larger than the queue goes in as one, wherever it stood in line."""
+def test_a_block_that_fits_is_not_interleaved_with_other_events(buffering: Harness) -> None:
+    """A block no larger than the queue goes in as one, at any place in line."""
     queue = buffering.open(size=4, stalled=True)
     publish_all(queue.producer(), numbered(0, 2))
     blocks = [block_of([b"%c" % name] * 3) for name in b"abcd"]
@@ -211,8 +213,8 @@ def test_a_block_with_an_event_too_large_is_refused(every: Harness) -> None:
     assert queue.stats().ledger.accepted == 0
 
 
-def test_an_empty_block_is_nothing(every: Harness) -> None:
-    """Publishing no events succeeds, takes no offset, and nobody hears of it."""
+def test_an_empty_block_changes_nothing(every: Harness) -> None:
+    """Publishing no events succeeds, takes no offset, and causes no ack."""
     queue = every.open()
     producer, acks = follow(queue)
     for publish_block in (producer.publish_block, producer.try_publish_block):
@@ -296,8 +298,8 @@ def test_a_column_keeps_its_type(buffering: Harness) -> None:
     assert buffering.receive(queue, 2) == numbered(0, 2)
 
 
-def test_a_refused_block_decides_no_types(buffering: Harness) -> None:
-    """A block that did not go in has no say about the columns of those that do."""
+def test_a_refused_block_sets_no_column_types(buffering: Harness) -> None:
+    """A refused block does not restrict the columns of later blocks."""
     queue = buffering.open()
     producer = queue.producer()
     producer.publish_block(with_columns([b"000"], known=pa.array([1], pa.int32())))
@@ -308,7 +310,7 @@ def test_a_refused_block_decides_no_types(buffering: Harness) -> None:
     assert buffering.receive(queue, 2) == numbered(0, 2)
 
 
-def test_a_direct_queue_has_no_types_to_keep(direct: Harness) -> None:
+def test_a_direct_queue_accepts_changing_column_types(direct: Harness) -> None:
     """Where nothing is kept, blocks need not fit each other."""
     queue = direct.open()
     producer = queue.producer()
@@ -317,7 +319,7 @@ def test_a_direct_queue_has_no_types_to_keep(direct: Harness) -> None:
     assert direct.receive(queue, 2) == numbered(0, 2)
 
 
-def test_a_slice_of_a_block_is_a_block(every: Harness) -> None:
+def test_a_slice_of_a_block_can_be_published(every: Harness) -> None:
     """What lies outside the slice neither comes along nor takes room."""
     receiver = Receiver(every)
     block = with_columns(numbered(0, 1000), extra=pa.array(range(1000), pa.int64()))
@@ -351,7 +353,7 @@ def test_a_block_need_not_have_all_columns(every: Harness) -> None:
     assert received.column("timestamp").null_count == 0
 
 
-def test_what_a_publisher_does_with_its_block_afterwards_is_its_own_affair(
+def test_a_later_change_of_the_buffer_does_not_change_the_published_block(
     every: Harness,
 ) -> None:
     """Blocks are immutable, so the same one may be published again and again."""

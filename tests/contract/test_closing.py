@@ -1,4 +1,4 @@
-"""What does closing do to publishers, to consumers, and to what is left?"""
+"""What does closing do to publishers, consumers and remaining events?"""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from tests.contract.harness import (
     publish_all,
     wait_until,
 )
+from tests.queue_internals import state_of
 from turnlane.errors import QueueClosed, QueueEmpty
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
 from turnlane.queues.api import Ack, AckLevel, Batch, Queue
-from turnlane.queues.buffer import Portion
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.knobs import ON_DISK, Kind
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.settings import ON_DISK, Kind
+from turnlane.queues.storage_api import BlockRange
 
 PUBLISHERS = 50
 
@@ -91,16 +92,17 @@ def test_a_second_close_waits_for_the_first(
 ) -> None:
     """Whoever has closed a queue may open its directory, though another thread was first."""
     queue = keeping.open()
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     entered, go_on = threading.Event(), threading.Event()
-    close_storage = queue.close_storage
+    storage = state_of(queue).storage
+    close_storage = storage.close
 
     def close_slowly() -> None:
         entered.set()
         assert go_on.wait(PATIENCE)
         close_storage()
 
-    monkeypatch.setattr(queue, "close_storage", close_slowly)
+    monkeypatch.setattr(storage, "close", close_slowly)
     first = Task(queue.close)
     assert entered.wait(PATIENCE)
     second = Task(queue.close)
@@ -113,7 +115,7 @@ def test_a_second_close_waits_for_the_first(
 def test_a_callback_may_close_a_queue_that_is_being_closed(keeping: Harness) -> None:
     """The close waits for the callback, so the callback's own must not wait for it."""
     queue = keeping.open()
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     called, go_on = threading.Event(), threading.Event()
 
     def close_again(_: Ack) -> None:
@@ -129,7 +131,7 @@ def test_a_callback_may_close_a_queue_that_is_being_closed(keeping: Harness) -> 
     closing.result()
 
 
-def test_close_twice_is_harmless(every: Harness) -> None:
+def test_a_second_close_does_nothing(every: Harness) -> None:
     """Neither a second close nor a finish after it does anything."""
     queue = every.open()
     queue.producer().publish(b"one")
@@ -160,7 +162,7 @@ def test_nothing_is_acked_by_a_close(buffering: Harness) -> None:
 
 
 def test_a_close_accounts_for_what_is_left(buffering: Harness) -> None:
-    """What was in memory is counted as dropped by the close; what is on disk is still pending."""
+    """The close counts events in memory as dropped; events on disk are still pending."""
     queue = buffering.open()
     publish_all(queue.producer(), numbered(0, 3))
     batch = queue.get(1)
@@ -306,7 +308,7 @@ def slow_direct(direct: Harness) -> tuple[Queue, threading.Event, Task[bool]]:
 
 
 def test_a_second_direct_close_waits_for_a_draining_one(direct: Harness) -> None:
-    """Whoever closes may count on its being closed, whoever was first."""
+    """When any close returns, the queue is closed."""
     queue, go_on, publishing = slow_direct(direct)
     closing = [Task(lambda: queue.close(drain=True, timeout=PATIENCE)) for _ in range(2)]
     assert_never(lambda: not all(task.running for task in closing), "an early return")
@@ -328,14 +330,14 @@ def test_a_forced_direct_close_ends_a_draining_one(direct: Harness) -> None:
     assert publishing.result()
 
 
-def test_a_draining_direct_close_that_runs_out_of_time_says_so(
+def test_a_draining_direct_close_that_times_out_logs_it(
     direct: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With what its consumers are still at."""
     queue, go_on, publishing = slow_direct(direct)
     with caplog.at_level(logging.WARNING):
         queue.close(drain=True, timeout=0.05)
-    assert "1 events are left after draining 0.05 s" in caplog.text
+    assert "seconds=0.05 events=1" in caplog.text
     go_on.set()
     assert publishing.result()
 
@@ -353,7 +355,7 @@ def test_a_direct_consumer_may_close_its_queue(direct: Harness) -> None:
 
 
 def consume_until_closed(queue: Queue) -> None:
-    """Settle whatever comes until the queue is closed."""
+    """Settle all batches until the queue is closed."""
     while True:
         try:
             queue.get(7).done()
@@ -374,7 +376,7 @@ def publish_until_closed(queue: Queue, acks: Acks) -> int:
 
 
 @pytest.mark.parametrize("drain", [False, True], ids=["forced", "draining"])
-def test_publishers_racing_close_know_what_became_of_their_events(
+def test_publishers_that_race_a_close_learn_the_fate_of_their_events(
     every: Harness, drain: bool
 ) -> None:
     """With fifty publishers at close, published = acked + what the ledger says is lost or left."""
@@ -403,15 +405,16 @@ def test_a_done_under_way_at_close_counts(
 ) -> None:
     """A close waits for a done that is being recorded, so that it is not lost and acked at once."""
     queue = keeping.open()
-    assert isinstance(queue, HoldingQueue)
-    record, recording, go_on = queue.record_settled, threading.Event(), threading.Event()
+    assert isinstance(queue, BufferedQueue)
+    storage, recording, go_on = state_of(queue).storage, threading.Event(), threading.Event()
+    record = storage.settle
 
-    def record_slowly(portion: Portion, outcome: Outcome) -> None:
+    def record_slowly(settled: BlockRange, outcome: Outcome) -> None:
         recording.set()
         assert go_on.wait(PATIENCE)
-        record(portion, outcome)
+        record(settled, outcome)
 
-    monkeypatch.setattr(queue, "record_settled", record_slowly)
+    monkeypatch.setattr(storage, "settle", record_slowly)
     producer, acks = follow(queue)
     producer.publish(b"one")
     settling = Task(queue.get().done)
@@ -426,7 +429,7 @@ def test_a_done_under_way_at_close_counts(
 
 @pytest.mark.parametrize("consumers", [1, 4])
 def test_a_done_that_races_close_counts_if_it_returns(keeping: Harness, consumers: int) -> None:
-    """Every done that returned is delivered in the ledger; every one that raised is not."""
+    """A ``done()`` that returned counts as delivered; a ``done()`` that raised does not."""
     for _ in range(5):
         queue = keeping.open()
         producer, acks = follow(queue)
@@ -452,7 +455,7 @@ def settle_one_by_one(queue: Queue) -> int:
             return done
 
 
-def test_a_draining_close_that_runs_out_of_time_says_what_is_left(
+def test_a_draining_close_that_times_out_logs_the_remaining_events(
     buffering: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
     """How many events, and for how long it has waited."""
@@ -460,4 +463,4 @@ def test_a_draining_close_that_runs_out_of_time_says_what_is_left(
     publish_all(queue.producer(), numbered(0, 3))
     with caplog.at_level(logging.WARNING):
         queue.close(drain=True, timeout=0.05)
-    assert "3 events are left after draining 0.05 s" in caplog.text
+    assert "seconds=0.05 events=3" in caplog.text

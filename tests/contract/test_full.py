@@ -48,7 +48,7 @@ def test_the_bound_in_bytes_is_exact(buffering: Harness) -> None:
     assert buffering.receive(queue, 3) == values
 
 
-def test_everything_of_an_event_counts_in_bytes(buffering: Harness) -> None:
+def test_all_columns_of_an_event_count_in_bytes(buffering: Harness) -> None:
     """Key, source and headers take room as the value does."""
     queue = buffering.open(max_bytes=1000, stalled=True)
     producer = queue.producer()
@@ -135,7 +135,7 @@ def test_blocked_publishers_are_served_first_come_first_served(buffering: Harnes
     assert all(publisher.result() for publisher in blocked)
 
 
-def test_nobody_overtakes_a_larger_block(buffering: Harness) -> None:
+def test_a_small_event_does_not_overtake_a_waiting_block(buffering: Harness) -> None:
     """A small event that would fit waits behind a block that does not."""
     queue = buffering.open(size=4, stalled=True)
     producer = queue.producer()
@@ -150,7 +150,7 @@ def test_nobody_overtakes_a_larger_block(buffering: Harness) -> None:
     assert small.result()
 
 
-def test_who_gives_up_makes_way_for_the_next(buffering: Harness) -> None:
+def test_a_publisher_that_times_out_lets_the_next_one_in(buffering: Harness) -> None:
     """When a large block times out, a small event behind it that fits comes in at once."""
     queue = buffering.open(size=4, stalled=True)
     producer = queue.producer()
@@ -177,7 +177,7 @@ def test_many_publishers_push_through_a_small_queue(buffering: Harness) -> None:
     acks.wait_for(20)
 
 
-def test_drop_newest_turns_the_newcomer_away(buffering: Harness) -> None:
+def test_drop_newest_drops_the_new_event(buffering: Harness) -> None:
     """At a full queue the new event is dropped, counted, and publish says so."""
     queue = buffering.open(size=2, full_behavior="drop_newest", stalled=True)
     producer, acks = follow(queue)
@@ -191,7 +191,7 @@ def test_drop_newest_turns_the_newcomer_away(buffering: Harness) -> None:
     assert acks.dropped == 0
 
 
-def test_drop_newest_takes_of_a_block_what_fits(buffering: Harness) -> None:
+def test_drop_newest_takes_the_events_of_a_block_that_fit(buffering: Harness) -> None:
     """The first events of a block fill the queue, and the rest is dropped."""
     queue = buffering.open(size=4, full_behavior="drop_newest", stalled=True)
     producer = queue.producer()
@@ -204,7 +204,7 @@ def test_drop_newest_takes_of_a_block_what_fits(buffering: Harness) -> None:
     assert buffering.receive(queue, 4) == numbered(0, 4)
 
 
-def test_drop_oldest_makes_room_for_the_newcomer(buffering: Harness) -> None:
+def test_drop_oldest_makes_room_for_a_new_event(buffering: Harness) -> None:
     """At a full queue the oldest unread event goes, and its producer is told in its turn."""
     queue = buffering.open(size=4, full_behavior="drop_oldest", stalled=True)
     producer, acks = follow(queue)
@@ -253,8 +253,8 @@ def test_drop_oldest_makes_room_in_bytes(buffering: Harness) -> None:
     assert acks.dropped == 3
 
 
-def test_drop_oldest_spares_what_is_being_delivered(buffering: Harness) -> None:
-    """When everything is in somebody's hands, it is the newest that is dropped."""
+def test_drop_oldest_does_not_drop_events_in_flight(buffering: Harness) -> None:
+    """When all events are in flight, the newest one is dropped."""
     queue = buffering.open(size=2, full_behavior="drop_oldest", stalled=True)
     producer, acks = follow(queue)
     producer.publish_block(block_of(numbered(0, 2)))

@@ -73,7 +73,7 @@ def test_several_consumers_share_the_events(buffering: Harness) -> None:
 
 
 def test_a_timeout_counts_while_another_consumer_waits(buffering: Harness) -> None:
-    """One consumer that waits for ever does not make another wait longer than it said."""
+    """A consumer without a timeout does not make another wait longer than its timeout."""
     queue = buffering.open()
     patient = Task(queue.get)
     with pytest.raises(QueueEmpty):
@@ -114,7 +114,7 @@ def test_a_batch_is_a_block_with_the_base_columns_first(buffering: Harness) -> N
         assert len(batch) == batch.block.num_rows == 1
 
 
-def test_done_twice_is_harmless(buffering: Harness) -> None:
+def test_a_second_done_does_nothing(buffering: Harness) -> None:
     """A second done, or a dead or release after it, changes nothing."""
     queue = buffering.open()
     producer, acks = follow(queue)
@@ -148,7 +148,7 @@ def test_a_direct_consumer_may_settle_its_batch_itself(direct: Harness) -> None:
     assert queue.stats().ledger.dead == 0
 
 
-def test_a_batch_as_context_is_done_when_all_went_well(buffering: Harness) -> None:
+def test_a_batch_as_context_is_done_when_the_block_ends(buffering: Harness) -> None:
     """Leaving the with-block settles the batch."""
     queue = buffering.open()
     producer, acks = follow(queue)
@@ -233,7 +233,7 @@ def test_free_makes_room_in_bytes(buffering: Harness) -> None:
 
 
 def test_get_on_a_closed_queue_raises(every: Harness) -> None:
-    """There is nothing to get from a queue that is closed, whatever was in it."""
+    """A closed queue hands out nothing, even if it has events."""
     queue = every.open()
     queue.producer().publish(b"one")
     queue.close()
@@ -262,7 +262,7 @@ def test_a_blocked_get_is_woken_by_close(buffering: Harness) -> None:
 
 
 def test_a_finished_queue_serves_the_rest(buffering: Harness) -> None:
-    """After finish, consumers get what is left, and only then QueueClosed."""
+    """After finish, consumers get the remaining events, and only then QueueClosed."""
     queue = buffering.open()
     producer, acks = follow(queue)
     publish_all(producer, numbered(0, 3))
@@ -273,7 +273,7 @@ def test_a_finished_queue_serves_the_rest(buffering: Harness) -> None:
         queue.get(timeout=PATIENCE)
 
 
-def test_a_finished_queue_waits_for_what_may_be_released(buffering: Harness) -> None:
+def test_get_on_a_finished_queue_waits_for_batches_that_may_be_released(buffering: Harness) -> None:
     """As long as a batch is out, a finished queue is not drained: it may come back."""
     queue = buffering.open()
     queue.producer().publish(b"one")
@@ -291,7 +291,7 @@ def test_a_finished_queue_waits_for_what_may_be_released(buffering: Harness) -> 
 
 
 def test_a_get_blocked_on_an_empty_queue_is_woken_by_finish(buffering: Harness) -> None:
-    """Nothing will come any more, so nobody waits for it."""
+    """Nothing will come any more, so no consumer waits."""
     queue = buffering.open()
     getting = Task(queue.get)
     assert_never(lambda: not getting.running)

@@ -21,7 +21,7 @@ from tests.contract.harness import (
 from turnlane.errors import RetryLater
 from turnlane.events import block_of
 from turnlane.queues.api import Batch
-from turnlane.queues.knobs import Kind
+from turnlane.queues.settings import Kind
 
 
 def test_an_unused_queue_has_an_empty_ledger(every: Harness) -> None:
@@ -225,7 +225,7 @@ def test_the_ledger_survives_a_restart(storing: DiskHarness) -> None:
 
 
 def test_pushes_count_calls_in_every_kind(every: Harness) -> None:
-    """A block is one, whatever is in it."""
+    """A block is one push, with any number of events."""
     queue = every.open()
     producer = queue.producer()
     producer.publish(b"000")
@@ -235,7 +235,7 @@ def test_pushes_count_calls_in_every_kind(every: Harness) -> None:
 
 
 def test_a_direct_queue_counts_batches_given_back(direct: Harness) -> None:
-    """One for each, whatever is in it; nothing was pushed."""
+    """One for each batch of any size; nothing was pushed."""
 
     def refuse(_: Batch) -> None:
         raise RetryLater("not now")

@@ -51,7 +51,7 @@ def test_a_full_batch_is_handed_out_at_once(buffering: Harness) -> None:
 
 
 def test_a_minimum_batch_is_not_waited_for_longer_than_its_timeout(buffering: Harness) -> None:
-    """After the timeout consumers get what there is."""
+    """After the timeout consumers get the events that are there."""
     queue = buffering.open(size=100, minimum_batch_size=10, minimum_batch_timeout="50ms")
     started = time.monotonic()
     queue.producer().publish(b"000")
@@ -61,7 +61,7 @@ def test_a_minimum_batch_is_not_waited_for_longer_than_its_timeout(buffering: Ha
 
 
 def test_a_timeout_ends_the_wait_for_a_minimum_batch(keeping: Harness) -> None:
-    """A consumer's own timeout counts; what is there stays for the next."""
+    """The timeout of the consumer counts; the events stay for the next one."""
     queue = keeping.open(minimum_batch_size=10, minimum_batch_timeout="600s")
     queue.producer().publish(b"000")
     with pytest.raises(QueueEmpty):
@@ -70,7 +70,7 @@ def test_a_timeout_ends_the_wait_for_a_minimum_batch(keeping: Harness) -> None:
     assert keeping.receive(queue, 1) == [b"000"]
 
 
-def test_a_minimum_batch_keeps_nobody_waiting_who_asks_in_short_waits(keeping: Harness) -> None:
+def test_a_minimum_batch_times_out_for_a_consumer_that_polls(keeping: Harness) -> None:
     """The time events have waited counts, not the time since they were last asked for."""
     queue = keeping.open(minimum_batch_size=10, minimum_batch_timeout="100ms")
     queue.producer().publish(b"000")
@@ -90,7 +90,7 @@ def test_a_smaller_batch_asked_for_lowers_the_minimum(keeping: Harness) -> None:
 
 
 def test_a_queue_that_is_full_hands_out_less_than_the_minimum(buffering: Harness) -> None:
-    """When nobody can come in, waiting for more would be waiting for ever."""
+    """When no publisher can enter, waiting for more would never end."""
     queue = buffering.open(size=4, minimum_batch_size=4, minimum_batch_timeout="600s", stalled=True)
     producer = queue.producer()
     publish_all(producer, numbered(0, 3))
@@ -145,7 +145,7 @@ def test_a_rate_below_one_a_second_hands_out_single_events(buffering: Harness) -
     assert buffering.receive(queue, 1) == [b"001"]
 
 
-def test_time_unused_is_not_saved_up(buffering: Harness) -> None:
+def test_idle_time_does_not_raise_the_dequeue_rate_later(buffering: Harness) -> None:
     """An idle hour does not allow an hour's worth of events at once."""
     clock = ManualClock()
     queue = buffering.open(dequeue_rate=2, clock=clock)
@@ -183,8 +183,8 @@ def test_a_consumer_outside_the_window_is_woken_by_close(buffering: Harness) -> 
         getting.result()
 
 
-def test_publishing_does_not_care_for_the_window(buffering: Harness) -> None:
-    """What is shut is the way out, not the way in."""
+def test_publishing_works_outside_the_dequeue_window(buffering: Harness) -> None:
+    """The window restricts consumers, not publishers."""
     queue = buffering.open(dequeue_window="22:00-06:00", clock=at(12))
     publish_all(queue.producer(), numbered(0, 100))
     assert queue.stats().ledger.pending == 100

@@ -1,4 +1,4 @@
-"""Does what is published arrive, and does publishing say so when it cannot?"""
+"""Do published events arrive, and does publishing raise if they cannot?"""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_direct_consumer_gets_everything_an_event_was_published_with(direct: H
     assert events == [Event(b"value", "key", {"a": "1"}, 1_234_567, 3, "here", 0)]
 
 
-def test_an_event_without_a_timestamp_gets_the_clocks(buffering: Harness) -> None:
+def test_an_event_without_a_timestamp_gets_the_time_of_the_clock(buffering: Harness) -> None:
     """The time of an event that has none is the time of its being published."""
     clock = ManualClock(time_ns=1_700_000_000_000_001_999)
     queue = buffering.open(clock=clock)
@@ -84,7 +84,7 @@ def test_bytes_like_values_are_taken_as_bytes(every: Harness) -> None:
         (b"", {"headers": {7: "name"}}, TypeError),
     ],
 )
-def test_a_wrong_value_is_its_publishers_error(
+def test_a_value_of_a_wrong_type_raises_in_publish(
     every: Harness, value: Any, options: dict[str, Any], error: type[Exception]
 ) -> None:
     """A mistake is raised where it was made, and the queue goes on as if nothing had been."""
@@ -118,7 +118,7 @@ def test_a_producer_may_be_shared_by_threads(every: Harness) -> None:
 
 
 def test_a_closed_producer_publishes_no_more(every: Harness) -> None:
-    """Closing a producer ends its publishing and nobody else's."""
+    """Closing a producer does not affect other producers."""
     queue = every.open()
     with queue.producer() as producer:
         producer.publish(b"one")
@@ -133,7 +133,7 @@ def test_a_closed_producer_publishes_no_more(every: Harness) -> None:
 
 
 def test_acks_still_come_to_a_closed_producer(every: Harness) -> None:
-    """What was published before the producer was closed is acked as ever."""
+    """Events published before the producer was closed are acked as usual."""
     queue = every.open()
     producer, acks = follow(queue)
     publish_all(producer, numbered(0, 2))
@@ -143,7 +143,7 @@ def test_acks_still_come_to_a_closed_producer(every: Harness) -> None:
 
 
 @pytest.mark.parametrize("word", ["ack", "flow"])
-def test_a_producer_is_asked_for_by_known_words(every: Harness, word: str) -> None:
+def test_a_producer_with_an_unknown_level_or_flow_is_refused(every: Harness, word: str) -> None:
     """A wrong ack level or flow control is an error."""
     queue = every.open()
     with pytest.raises(ConfigError, match="sometime"):
@@ -171,7 +171,7 @@ def test_flush_of_a_direct_producer_has_nothing_to_wait_for(direct: Harness) -> 
 
 
 def test_flush_ends_when_the_queue_is_closed(buffering: Harness) -> None:
-    """A flush that waits is woken by close, and says that it was in vain."""
+    """A close wakes a waiting flush, which returns false."""
     queue = buffering.open()
     producer, acks = follow(queue, AckLevel.DELIVERED)
     producer.publish(b"one")
@@ -182,7 +182,7 @@ def test_flush_ends_when_the_queue_is_closed(buffering: Harness) -> None:
 
 
 def test_an_event_too_large_is_refused_at_once(every: Harness) -> None:
-    """An event beyond ``max_event_bytes`` can never come in, so nobody waits for it."""
+    """An event beyond ``max_event_bytes`` can never enter, so its publisher does not wait."""
     queue = every.open(max_event_bytes=EVENT_OVERHEAD + 10)
     producer = queue.producer()
     for publish in (producer.publish, producer.try_publish):
@@ -204,7 +204,7 @@ def test_an_event_larger_than_the_queue_is_refused_at_once(buffering: Harness) -
 
 
 def test_an_event_too_large_is_refused_at_a_full_queue_too(buffering: Harness) -> None:
-    """Being full is no reason to keep a publisher waiting in vain."""
+    """A full queue does not make the publisher of such an event wait."""
     queue = buffering.open(size=1, max_event_bytes=100, stalled=True)
     producer = queue.producer()
     producer.publish(b"one")
@@ -220,7 +220,7 @@ def test_direct_publishing_calls_the_consumer_on_the_publishers_thread(direct: H
     assert threads == [threading.current_thread()]
 
 
-def test_a_direct_consumers_failure_is_the_publishers(direct: Harness) -> None:
+def test_an_error_of_a_direct_consumer_is_raised_in_publish(direct: Harness) -> None:
     """What the consumer raises comes out of publish, and the event was never accepted."""
 
     def fail(batch: Batch) -> None:
@@ -247,8 +247,8 @@ def test_a_direct_consumer_that_releases_asks_for_another_try(direct: Harness) -
     assert queue.stats().releases == 1
 
 
-def test_a_direct_queue_has_no_memory_of_its_producers(direct: Harness) -> None:
-    """Repeats cannot be told where nothing is kept, so nobody is allowed to rely on it."""
+def test_a_direct_queue_refuses_a_producer_id(direct: Harness) -> None:
+    """A queue that keeps nothing cannot recognize repeats, so it refuses the id."""
     queue = direct.open()
     with pytest.raises(NotSupported):
         queue.producer(producer_id="me")

@@ -1,4 +1,4 @@
-"""Does what is given back come again, first, and with its attempt counted?"""
+"""Do released batches come again, first, and with their attempt counted?"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_released_batch_comes_again_with_its_attempt_counted(buffering: Harnes
 
 
 def test_released_batches_come_before_newer_events(buffering: Harness) -> None:
-    """What is given back in any order comes in offset order, then what was never read."""
+    """Batches released in any order come in offset order, before fresh events."""
     queue = buffering.open()
     queue.producer().publish_block(block_of(numbered(0, 8)))
     batches = [queue.get(2) for _ in range(3)]
@@ -67,7 +67,7 @@ def test_a_released_batch_may_be_taken_in_smaller_ones(buffering: Harness) -> No
     acks.wait_for(5)
 
 
-def test_release_twice_is_harmless(buffering: Harness) -> None:
+def test_a_second_release_does_nothing(buffering: Harness) -> None:
     """A second release, or a done after it, does not touch what others may hold by now."""
     queue = buffering.open()
     producer, acks = follow(queue)
@@ -99,7 +99,7 @@ def test_release_after_free_is_refused(buffering: Harness) -> None:
     acks.wait_for(1)
 
 
-def test_free_after_release_is_harmless(buffering: Harness) -> None:
+def test_free_after_release_does_nothing(buffering: Harness) -> None:
     """Once given back, the contents are not this consumer's to give up."""
     queue = buffering.open()
     queue.producer().publish(b"one")
@@ -110,7 +110,7 @@ def test_free_after_release_is_harmless(buffering: Harness) -> None:
 
 
 def test_acks_wait_for_a_released_batch(buffering: Harness) -> None:
-    """Later batches that are done are not acked before the one that came back."""
+    """Later batches that are done are not acked before the released batch."""
     queue = buffering.open()
     producer, acks = follow(queue)
     publish_all(producer, numbered(0, 3))

@@ -1,4 +1,4 @@
-"""Is a number that a producer left out taken when it comes, once, whatever happened before?"""
+"""Is a sequence number that a producer left out accepted later, exactly once?"""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contract.harness import PATIENCE, DiskHarness, Harness, numbered, values_of
+from tests.queue_internals import state_of
 from turnlane.errors import NumbersMissing, QueueEmpty, QueueFull
 from turnlane.events import block_of
 from turnlane.queues import open_queue
 from turnlane.queues.api import Producer, Published
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.producer import hashed
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.producer import hash_producer_id
 from turnlane.storage.producer_sequences import MAX_RUNS, AcceptedSequences, GapPolicy
 
 
@@ -28,9 +29,9 @@ def publish(producer: Producer, first: int, end: int, timeout: float | None = No
     return producer.publish_block(block, sequence=first, timeout=timeout)
 
 
-def holding(**knobs: Any) -> HoldingQueue:
+def holding(**knobs: Any) -> BufferedQueue:
     queue = open_queue(kind="memory", **knobs)
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     return queue
 
 
@@ -49,7 +50,7 @@ def test_a_refused_block_is_taken_after_a_higher_one(buffering: Harness) -> None
     assert buffering.receive(queue, 10) == numbered(10, 20)
 
 
-def test_of_a_block_with_several_new_parts_all_are_taken(buffering: Harness) -> None:
+def test_all_new_parts_of_a_block_are_taken(buffering: Harness) -> None:
     """In their order; the parts that the queue has are left out."""
     queue = buffering.open()
     producer = queue.producer(producer_id="me")
@@ -77,7 +78,7 @@ def test_the_part_of_a_block_before_a_later_one_is_taken(buffering: Harness) -> 
     assert buffering.receive(queue, 7) == numbered(5, 9) + numbered(2, 5)
 
 
-def test_one_wrong_high_number_swallows_nothing(buffering: Harness) -> None:
+def test_one_wrong_high_number_hides_no_later_event(buffering: Harness) -> None:
     """All that follow it are taken."""
     queue = buffering.open()
     producer = queue.producer(producer_id="me")
@@ -113,7 +114,9 @@ def test_a_producer_that_skips_numbers_may_do_so_without_end() -> None:
         producer = queue.producer(producer_id="me", gaps=GapPolicy.SKIP)
         for number in range(0, 10 * MAX_RUNS, 10):
             assert publish(producer, number, number + 1).accepted == 1
-        assert queue.sequences[hashed("me")] == AcceptedSequences(10 * MAX_RUNS - 9)
+        assert state_of(queue).sequences[hash_producer_id("me")] == AcceptedSequences(
+            10 * MAX_RUNS - 9
+        )
         assert publish(producer, 5, 6).repeated == 1
 
 
@@ -123,7 +126,7 @@ def test_a_stream_forgets_its_oldest_gaps_only() -> None:
         producer = queue.producer(producer_id="me", gaps=GapPolicy.FORGET)
         for number in range(0, 10 * 3 * MAX_RUNS, 10):
             assert publish(producer, number, number + 1).accepted == 1
-        assert len(queue.sequences[hashed("me")].runs) == MAX_RUNS
+        assert len(state_of(queue).sequences[hash_producer_id("me")].runs) == MAX_RUNS
         assert publish(producer, 5, 6).repeated == 1
         last = 10 * (3 * MAX_RUNS - 1)
         assert publish(producer, last - 5, last).accepted == 5
@@ -135,11 +138,11 @@ def test_dropped_events_fill_a_gap() -> None:
         producer = queue.producer(producer_id="me")
         publish(producer, 2, 6)
         assert publish(producer, 0, 2).dropped == 2
-        assert queue.sequences[hashed("me")] == AcceptedSequences(6)
+        assert state_of(queue).sequences[hash_producer_id("me")] == AcceptedSequences(6)
 
 
 def test_gaps_survive_a_restart(storing: DiskHarness) -> None:
-    """What was left out is taken then, and the rest is not taken twice."""
+    """The missing numbers are taken then, and the others are not taken twice."""
     queue = storing.open()
     producer = queue.producer(producer_id="me")
     for first, end in ((0, 3), (5, 7), (9, 12)):
@@ -155,7 +158,7 @@ def test_gaps_survive_a_restart(storing: DiskHarness) -> None:
 
 @pytest.mark.parametrize("settled", [False, True])
 def test_gaps_survive_a_kill(tmp_path: Path, settled: bool) -> None:
-    """The log has the numbers with the events, the journal those of events settled before."""
+    """The log has the numbers with the events; the journal has the numbers of settled events."""
     with open_queue(kind="disk", path=tmp_path / "queue", sync_interval="1h") as queue:
         producer = queue.producer(producer_id="me")
         for first, end in ((0, 3), (5, 7), (9, 12), (3, 5)):
@@ -253,7 +256,7 @@ def test_every_answered_event_is_in_the_queue_exactly_once(
     """In any order of refused, accepted, repeated and late blocks, restarts and kills."""
     with (
         tempfile.TemporaryDirectory() as path,
-        mock.patch("turnlane.queues.admission.MAX_RUNS", most),
+        mock.patch("turnlane.queues.producer.MAX_RUNS", most),
     ):
         run = _Run(Path(path), kind)
         try:
@@ -265,7 +268,7 @@ def test_every_answered_event_is_in_the_queue_exactly_once(
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 20)), max_size=60))
-def test_accepted_numbers_are_a_set(blocks: list[tuple[int, int]]) -> None:
+def test_accepted_numbers_behave_like_a_set(blocks: list[tuple[int, int]]) -> None:
     """Runs say of each number what a set of all of them says."""
     accepted, model = AcceptedSequences(), set[int]()
     for first, count in blocks:

@@ -28,7 +28,7 @@ from turnlane.testing import FaultyDisk
 
 
 def test_a_repeated_block_is_taken_once(buffering: Harness) -> None:
-    """The same sequence again is a repeat, whoever brings it under the same producer id."""
+    """The same sequence under the same producer id is a repeat, on any connection."""
     queue = buffering.open()
     first = queue.producer(producer_id="me")
     assert first.publish_block(block_of(numbered(0, 3)), sequence=0).accepted == 3
@@ -39,7 +39,7 @@ def test_a_repeated_block_is_taken_once(buffering: Harness) -> None:
     assert queue.stats().ledger.accepted == 5
 
 
-def test_of_a_block_that_overlaps_only_the_new_part_is_taken(buffering: Harness) -> None:
+def test_only_the_new_part_of_an_overlapping_block_is_taken(buffering: Harness) -> None:
     """What the queue has is left out, the rest follows on."""
     queue = buffering.open()
     producer = queue.producer(producer_id="me")
@@ -49,8 +49,8 @@ def test_of_a_block_that_overlaps_only_the_new_part_is_taken(buffering: Harness)
     assert buffering.receive(queue, 6) == numbered(0, 6)
 
 
-def test_a_gap_in_the_sequence_is_no_fault(buffering: Harness) -> None:
-    """What was left out may come later: a lower number is no repeat unless the queue took it."""
+def test_a_gap_in_the_sequence_is_accepted(buffering: Harness) -> None:
+    """A missing number may come later: a lower number is a repeat only if the queue took it."""
     queue = buffering.open()
     producer = queue.producer(producer_id="me")
     producer.publish_block(block_of(numbered(0, 2)), sequence=0)
@@ -62,7 +62,7 @@ def test_a_gap_in_the_sequence_is_no_fault(buffering: Harness) -> None:
     assert buffering.receive(queue, 12) == numbered(0, 2) + numbered(10, 12) + numbered(2, 10)
 
 
-def test_try_publish_block_tells_repeats_too(buffering: Harness) -> None:
+def test_try_publish_block_recognizes_repeats(buffering: Harness) -> None:
     """A repeat is success, not a reason to try again."""
     queue = buffering.open()
     producer = queue.producer(producer_id="me")
@@ -93,7 +93,7 @@ def test_without_sequence_nothing_is_a_repeat(buffering: Harness) -> None:
 
 
 def test_a_sequence_needs_a_producer_id(every: Harness) -> None:
-    """Numbers of nobody in particular are a mistake."""
+    """Sequence numbers without a producer id are an error."""
     producer = every.open().producer()
     for publish_block in (producer.publish_block, producer.try_publish_block):
         with pytest.raises(ValueError, match="producer_id"):
@@ -111,8 +111,8 @@ def test_a_repeat_needs_no_room(buffering: Harness) -> None:
     assert buffering.receive(queue, 2) == numbered(0, 2)
 
 
-def test_a_repeat_is_answered_though_others_stand_in_line(buffering: Harness) -> None:
-    """Whoever publishes nothing new overtakes nobody."""
+def test_a_repeat_is_answered_while_others_wait_in_line(buffering: Harness) -> None:
+    """A publisher of a repeat overtakes no other publisher."""
     queue = buffering.open(size=2, stalled=True)
     producer = queue.producer(producer_id="me")
     producer.publish_block(block_of(numbered(0, 2)), sequence=0)
@@ -124,7 +124,7 @@ def test_a_repeat_is_answered_though_others_stand_in_line(buffering: Harness) ->
     assert blocked.result()
 
 
-def test_a_repeat_is_no_drop_even_where_full_means_drop(buffering: Harness) -> None:
+def test_a_repeat_is_not_counted_as_dropped_by_a_full_queue(buffering: Harness) -> None:
     """A queue that drops when full still knows what it has."""
     queue = buffering.open(size=2, full_behavior="drop_newest", stalled=True)
     producer = queue.producer(producer_id="me")
@@ -145,7 +145,7 @@ def test_sampling_does_not_confuse_the_numbers(buffering: Harness) -> None:
     assert buffering.receive(queue, 3) == [b"000", b"002", b"004"]
 
 
-def test_what_came_while_a_sampled_block_stood_in_line_is_told_by_number(
+def test_a_sampled_block_in_line_leaves_out_numbers_that_came_since(
     buffering: Harness,
 ) -> None:
     """Not by its place in a block that sampling has thinned."""
@@ -174,7 +174,7 @@ def test_events_dropped_as_newest_may_be_sent_again_or_not(buffering: Harness) -
     assert buffering.receive(queue, 2) == numbered(0, 2)
 
 
-def test_the_same_block_twice_in_line_goes_in_once(buffering: Harness) -> None:
+def test_the_same_block_waiting_twice_in_line_enters_once(buffering: Harness) -> None:
     """A client that reconnects while its first try still stands in line does no harm."""
     queue = buffering.open(size=2, stalled=True)
     queue.producer().publish_block(block_of(numbered(0, 2)))
@@ -189,7 +189,7 @@ def test_the_same_block_twice_in_line_goes_in_once(buffering: Harness) -> None:
     assert [(one.result().accepted, one.result().repeated) for one in twice] == [(2, 0), (0, 2)]
 
 
-def test_a_numbered_block_larger_than_the_queue_is_numbered_through(buffering: Harness) -> None:
+def test_pieces_of_a_large_numbered_block_have_consecutive_numbers(buffering: Harness) -> None:
     """Pieces of a block have the numbers of their events, so that a repeat of all is one."""
     queue = buffering.open(size=3)
     producer = queue.producer(producer_id="me")
@@ -239,7 +239,7 @@ def test_numbers_survive_a_restart(storing: DiskHarness) -> None:
 def settled_unwritten(
     path: Path, blocks: int, *, older: int = 0, **knobs: Any
 ) -> tuple[Queue, list[Batch]]:
-    """A queue whose writer rests, with so many numbered blocks of two events handed out."""
+    """Open a queue whose writer is idle, with numbered blocks of two events in flight."""
     queue = open_queue(kind="disk", path=path, sync_interval="1h", stale_flush="1h", **knobs)
     queue.producer(ack="persisted").publish(b"written")
     queue.get(1).done()
@@ -264,7 +264,7 @@ def sent_again(path: Path, blocks: int) -> list[int]:
         ]
 
 
-def test_what_was_settled_before_it_was_written_is_a_repeat_after_a_kill(tmp_path: Path) -> None:
+def test_events_settled_before_they_were_written_are_repeats_after_a_kill(tmp_path: Path) -> None:
     """Its number is in the journal, though the event never came to the log."""
     queue, batches = settled_unwritten(tmp_path / "queue", 2)
     with queue:
@@ -273,10 +273,10 @@ def test_what_was_settled_before_it_was_written_is_a_repeat_after_a_kill(tmp_pat
         assert sent_again(tmp_path / "queue", 2) == [0, 0]
 
 
-def test_what_is_settled_before_older_events_of_its_producer_has_them_written(
+def test_settling_out_of_order_writes_older_events_of_the_producer_first(
     tmp_path: Path,
 ) -> None:
-    """So none of them has to be sent again after a kill, and what was settled does not return."""
+    """So none has to be sent again after a kill, and settled events do not return."""
     queue, batches = settled_unwritten(tmp_path / "queue", 3)
     with queue:
         batches[0].done()
@@ -287,7 +287,7 @@ def test_what_is_settled_before_older_events_of_its_producer_has_them_written(
             assert left.stats().ledger.pending == 2
 
 
-def test_what_is_settled_in_order_waits_for_no_write(tmp_path: Path) -> None:
+def test_settling_in_order_waits_for_no_write(tmp_path: Path) -> None:
     """The journal has all that it takes, and another producer's events do not matter."""
     queue, batches = settled_unwritten(tmp_path / "queue", 3, older=1)
     with queue:
@@ -307,7 +307,7 @@ def unwritable(queue: Queue, disk: FaultyDisk) -> Iterator[None]:
     assert queue.stats().ledger.adds_up
 
 
-def test_what_was_neither_settled_nor_written_is_let_in_again_after_a_kill(tmp_path: Path) -> None:
+def test_events_neither_settled_nor_written_are_accepted_again_after_a_kill(tmp_path: Path) -> None:
     """Even if something newer of its producer was settled: a repeat is better than a loss."""
     disk = FaultyDisk()
     queue, batches = settled_unwritten(tmp_path / "queue", 3, disk=disk)
@@ -320,7 +320,7 @@ def test_what_was_neither_settled_nor_written_is_let_in_again_after_a_kill(tmp_p
 def test_numbers_are_recorded_once_everything_older_of_the_producer_is_settled(
     tmp_path: Path,
 ) -> None:
-    """Settled in whatever order."""
+    """The order of settling does not matter."""
     disk = FaultyDisk()
     queue, batches = settled_unwritten(tmp_path / "queue", 3, disk=disk)
     with unwritable(queue, disk):
@@ -348,8 +348,8 @@ def test_numbers_of_a_producer_do_not_wait_for_another_producer(tmp_path: Path) 
         assert sent_again(tmp_path / "queue", 1) == [0]
 
 
-def test_a_block_that_was_settled_in_part_is_let_in_in_part(tmp_path: Path) -> None:
-    """A block may go out in several batches: what was settled does not come back."""
+def test_a_partly_settled_block_is_accepted_in_part_after_a_kill(tmp_path: Path) -> None:
+    """A block may be handed out in several batches: settled events do not come back."""
     disk = FaultyDisk()
     queue, _ = settled_unwritten(tmp_path / "queue", 0, disk=disk)
     with unwritable(queue, disk):
@@ -361,8 +361,8 @@ def test_a_block_that_was_settled_in_part_is_let_in_in_part(tmp_path: Path) -> N
         assert sent_again(tmp_path / "queue", 5) == [0, 0, 0, 2, 2]
 
 
-def test_a_sampled_block_that_was_settled_in_part_is_let_in_whole(tmp_path: Path) -> None:
-    """Its events' numbers have gaps that nobody keeps: rather twice than never."""
+def test_a_partly_settled_sampled_block_is_accepted_whole_after_a_kill(tmp_path: Path) -> None:
+    """The queue does not know its numbers one by one: rather twice than lost."""
     disk = FaultyDisk()
     queue, _ = settled_unwritten(tmp_path / "queue", 0, disk=disk, sampling_interval=2)
     with unwritable(queue, disk):
@@ -377,7 +377,7 @@ def test_a_sampled_block_that_was_settled_in_part_is_let_in_whole(tmp_path: Path
 
 
 def test_a_sampled_block_is_written_before_it_is_settled_in_part(tmp_path: Path) -> None:
-    """With the number that ends it, so that what was settled does not return after a kill."""
+    """With its last number, so that settled events do not return after a kill."""
     queue, _ = settled_unwritten(tmp_path / "queue", 0, sampling_interval=2)
     with queue:
         producer = queue.producer(producer_id="me")
@@ -386,8 +386,8 @@ def test_a_sampled_block_is_written_before_it_is_settled_in_part(tmp_path: Path)
         assert sent_again(tmp_path / "queue", 4) == [0, 0, 0, 0]
 
 
-def test_what_a_close_gave_up_may_be_sent_again(tmp_path: Path) -> None:
-    """It is gone, so it must not seem a repeat; what was settled before stays one."""
+def test_events_that_a_close_dropped_may_be_sent_again(tmp_path: Path) -> None:
+    """A dropped event is not a repeat; an event settled before is."""
     disk = FaultyDisk()
     queue, batches = settled_unwritten(tmp_path / "queue", 2, disk=disk, shutdown_timeout="50ms")
     batches[0].done()

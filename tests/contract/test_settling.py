@@ -6,26 +6,28 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from tests.contract.harness import PATIENCE, Harness, Task, follow, numbered, values_of
+from tests.queue_internals import state_of
 from turnlane.errors import QueueEmpty
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 
 if TYPE_CHECKING:
     import pytest
 
-    from turnlane.queues.buffer import Portion
+    from turnlane.events import Block
+from turnlane.queues.storage_api import BlockRange, LostRange
 
 
-def opened(harness: Harness, count: int, **knobs: Any) -> HoldingQueue:
-    """A queue with so many events in it."""
+def opened(harness: Harness, count: int, **knobs: Any) -> BufferedQueue:
+    """Open a queue with ``count`` events."""
     queue = harness.open(**knobs)
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     queue.producer().publish_block(block_of(numbered(0, count)))
     return queue
 
 
-def left(queue: HoldingQueue) -> list[bytes | None]:
+def left(queue: BufferedQueue) -> list[bytes | None]:
     """All that is still handed out, settled as it comes."""
     values: list[bytes | None] = []
     try:
@@ -48,8 +50,8 @@ def test_a_batch_settled_by_offset_frees_its_room_once(keeping: Harness) -> None
     assert left(queue) == numbered(6, 10)
 
 
-def test_a_release_does_not_bring_back_what_was_settled_by_offset(keeping: Harness) -> None:
-    """Only what is left comes again, in two pieces here, its attempt counted."""
+def test_a_release_does_not_bring_back_events_settled_by_offset(keeping: Harness) -> None:
+    """Only the unsettled events come again, in two pieces here, with the attempt counted."""
     queue = opened(keeping, 10)
     batch = queue.get(10)
     queue.settle(3, 6)
@@ -64,7 +66,7 @@ def test_a_release_does_not_bring_back_what_was_settled_by_offset(keeping: Harne
     assert queue.stats().ledger.delivered == 10
 
 
-def test_what_was_given_back_can_be_settled_by_offset(keeping: Harness) -> None:
+def test_returned_events_can_be_settled_by_offset(keeping: Harness) -> None:
     """It is not handed out again, and its room is free."""
     queue = opened(keeping, 10)
     queue.get(4).release()
@@ -74,7 +76,7 @@ def test_what_was_given_back_can_be_settled_by_offset(keeping: Harness) -> None:
 
 
 def test_a_batch_of_which_part_was_settled_by_offset_settles_the_rest(keeping: Harness) -> None:
-    """Each event is counted by whoever came first."""
+    """Each event counts for the settlement that came first."""
     queue = opened(keeping, 10)
     batch = queue.get(10)
     queue.settle(0, 4)
@@ -84,7 +86,7 @@ def test_a_batch_of_which_part_was_settled_by_offset_settles_the_rest(keeping: H
     assert (queue.stats().size, queue.stats().bytes) == (0, 0)
 
 
-def test_a_freed_batch_settled_by_offset_gives_back_what_is_left_of_its_room(
+def test_a_freed_batch_settled_by_offset_gives_back_the_rest_of_its_room(
     keeping: Harness,
 ) -> None:
     """free() has given back the bytes: they do not count twice."""
@@ -116,7 +118,7 @@ def test_publishers_get_no_more_room_than_there_is(keeping: Harness) -> None:
 def test_acks_come_once_for_events_settled_twice(keeping: Harness) -> None:
     """Exactly as many as were published."""
     queue = keeping.open()
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     producer, acks = follow(queue)
     producer.publish_block(block_of(numbered(0, 6)))
     batch = queue.get(6)
@@ -127,21 +129,22 @@ def test_acks_come_once_for_events_settled_twice(keeping: Harness) -> None:
 
 
 class SlowRecord:
-    """Stands in for a queue's ``record_settled``: the first call waits for the test, once done."""
+    """Replaces ``settle`` of the storage: the first call waits for the test after its work."""
 
-    def __init__(self, queue: HoldingQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._record = queue.record_settled
+    def __init__(self, queue: BufferedQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+        storage = state_of(queue).storage
+        self._record = storage.settle
         self.reached, self.go_on = threading.Event(), threading.Event()
-        monkeypatch.setattr(queue, "record_settled", self)
+        monkeypatch.setattr(storage, "settle", self)
 
-    def __call__(self, portion: Portion, outcome: Outcome) -> None:
-        self._record(portion, outcome)
+    def __call__(self, settled: BlockRange, outcome: Outcome) -> None:
+        self._record(settled, outcome)
         if not self.reached.is_set():
             self.reached.set()
             assert self.go_on.wait(PATIENCE)
 
 
-def test_of_two_that_settle_the_same_events_at_once_the_first_decides(
+def test_the_first_of_two_concurrent_settlements_decides_the_outcome(
     keeping: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others wait for it, by batch and by offset, and nothing is counted twice."""
@@ -160,7 +163,7 @@ def test_of_two_that_settle_the_same_events_at_once_the_first_decides(
     monkeypatch.undo()
 
 
-def test_a_batch_that_is_being_settled_is_not_settled_by_offset_meanwhile(
+def test_settling_by_offset_waits_for_a_batch_that_is_being_settled(
     storing: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the ledger says is what the journal says: a restart changes nothing."""
@@ -180,28 +183,29 @@ def test_a_batch_that_is_being_settled_is_not_settled_by_offset_meanwhile(
     assert storing.reopen().stats().ledger == before  # type: ignore[attr-defined]
 
 
-def test_what_is_settled_while_it_is_read_from_disk_is_not_handed_out(
+def test_events_settled_during_a_disk_read_are_not_handed_out(
     disk: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The consumer gets what is left, and the room is free once."""
+    """The consumer gets the unsettled events, and the room is freed once."""
     queue = opened(disk, 0)
     queue.producer(ack="persisted").publish_block(block_of(numbered(0, 10)))
-    queue.tail.forget_below(10)  # as after a restart: everything is on disk only
-    fetch = queue.fetch
+    state_of(queue).buffer.drop_below(10)  # as after a restart: everything is on disk only
+    storage = state_of(queue).storage
+    fetch = storage.fetch
 
-    def fetch_slowly(portion: Portion) -> Portion | None:
-        found = fetch(portion)
+    def fetch_slowly(wanted: BlockRange) -> list[Block] | LostRange:
+        found = fetch(wanted)
         monkeypatch.undo()
         queue.settle(2, 5)
         return found
 
-    monkeypatch.setattr(queue, "fetch", fetch_slowly)
+    monkeypatch.setattr(storage, "fetch", fetch_slowly)
     assert values_of(queue.get(10)) == numbered(0, 2)
     assert queue.stats().size == 7
     assert values_of(queue.get(10)) == numbered(5, 10)
 
 
-def test_what_was_settled_by_offset_stays_settled_after_a_restart(storing: Harness) -> None:
+def test_events_settled_by_offset_stay_settled_after_a_restart(storing: Harness) -> None:
     """Batches that were done or released afterwards change nothing of it."""
     queue = opened(storing, 10)
     first, second = queue.get(5), queue.get(5)
@@ -214,7 +218,7 @@ def test_what_was_settled_by_offset_stays_settled_after_a_restart(storing: Harne
     assert again.stats().ledger.delivered == 10
 
 
-def test_what_was_given_back_before_a_restart_and_is_settled_by_offset_holds_up_nothing(
+def test_events_returned_before_a_restart_and_settled_by_offset_delay_nothing(
     storing: Harness,
 ) -> None:
     """The others are handed out, though they are few."""

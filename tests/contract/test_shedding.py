@@ -23,7 +23,7 @@ from tests.contract.harness import (
 from turnlane.errors import AckPending, QueueClosed, QueueFull
 from turnlane.events import block_of
 from turnlane.queues.api import FlowControl
-from turnlane.queues.knobs import Kind
+from turnlane.queues.settings import Kind
 
 DELAYING: dict[str, Any] = {
     "size": 10,
@@ -31,7 +31,7 @@ DELAYING: dict[str, Any] = {
     "light_delay": "600s",
     "full_delay_mark": 1,
 }
-"""The second event of whoever can wait has to."""
+"""The second event of a producer that can wait has to wait."""
 
 
 def test_above_the_discard_mark_unimportant_events_are_shed(buffering: Harness) -> None:
@@ -80,7 +80,7 @@ def test_shedding_ends_below_the_mark(buffering: Harness) -> None:
     assert buffering.receive(queue, 1) == [b"001"]
 
 
-def test_sampling_keeps_one_event_of_so_many(every: Harness) -> None:
+def test_sampling_keeps_every_nth_event(every: Harness) -> None:
     """The first of every three is kept, counted on over single events and blocks alike."""
     queue = every.open(sampling_interval=3)
     producer, acks = follow(queue)
@@ -96,7 +96,7 @@ def test_sampling_keeps_one_event_of_so_many(every: Harness) -> None:
     assert queue.stats().ledger.accepted == 14
 
 
-def test_a_block_without_survivors_is_no_error(every: Harness) -> None:
+def test_a_block_that_is_dropped_entirely_raises_no_error(every: Harness) -> None:
     """A block of which sampling keeps nothing is published, and dropped."""
     queue = every.open(sampling_interval=10)
     producer = queue.producer()
@@ -156,8 +156,10 @@ def test_light_flow_control_ends_when_there_is_room(buffering: Harness) -> None:
 
 
 @pytest.mark.parametrize("flow", [FlowControl.LIGHT, FlowControl.FULL])
-def test_who_was_slowed_down_first_goes_first(buffering: Harness, flow: FlowControl) -> None:
-    """In the order in which they came, and nobody who comes later overtakes them."""
+def test_delayed_publishers_are_served_first_come_first_served(
+    buffering: Harness, flow: FlowControl
+) -> None:
+    """They enter in the order in which they came; later publishers do not overtake them."""
     queue = buffering.open(**DELAYING, stalled=True)
     producer = queue.producer(flow=flow)
     assert producer.publish(b"000")
@@ -171,7 +173,7 @@ def test_who_was_slowed_down_first_goes_first(buffering: Harness, flow: FlowCont
 
 
 @pytest.mark.parametrize("flow", [FlowControl.LIGHT, FlowControl.FULL])
-def test_closing_sends_away_who_is_slowed_down(buffering: Harness, flow: FlowControl) -> None:
+def test_closing_wakes_delayed_publishers(buffering: Harness, flow: FlowControl) -> None:
     """All of them at once, not only who came first."""
     queue = buffering.open(**DELAYING, stalled=True)
     producer = queue.producer(flow=flow)
@@ -183,7 +185,7 @@ def test_closing_sends_away_who_is_slowed_down(buffering: Harness, flow: FlowCon
             task.result()
 
 
-def test_marks_are_shares_of_the_bytes_too(buffering: Harness) -> None:
+def test_marks_also_apply_to_the_bound_in_bytes(buffering: Harness) -> None:
     """A queue of few large events is as full as one of many small ones."""
     large = bytes(1000)
     queue = buffering.open(
@@ -206,7 +208,7 @@ def test_marks_are_shares_of_the_bytes_too(buffering: Harness) -> None:
     assert all(task.result() for task in publishing)
 
 
-def test_what_is_waited_for_in_turn_shares_one_timeout(memory: Harness) -> None:
+def test_waits_of_one_publish_share_one_timeout(memory: Harness) -> None:
     """The mark, the line for room and the ack: together no longer than was asked for."""
     queue = memory.open(size=2, full_delay_mark=1)
     queue.producer().publish(b"000")
@@ -221,7 +223,7 @@ def test_what_is_waited_for_in_turn_shares_one_timeout(memory: Harness) -> None:
     assert time.monotonic() - started < 1.5
 
 
-def test_without_flow_control_nobody_is_slowed_down(buffering: Harness) -> None:
+def test_a_producer_without_flow_control_is_not_delayed(buffering: Harness) -> None:
     """A producer that cannot wait has the queue up to its bound."""
     queue = buffering.open(
         size=4, light_delay_mark=1, light_delay="600s", full_delay_mark=1, stalled=True
@@ -230,8 +232,8 @@ def test_without_flow_control_nobody_is_slowed_down(buffering: Harness) -> None:
     assert queue.stats().size == 4
 
 
-def test_try_publish_is_never_slowed_down(every: Harness) -> None:
-    """Not to block is the point of it, whatever the flow control."""
+def test_try_publish_is_never_delayed(every: Harness) -> None:
+    """It does not block with any flow control."""
     waits = every.kind is not Kind.DIRECT
     marks: dict[str, Any] = {"size": 10, "full_delay_mark": 1} if waits else {}
     queue = every.open(stalled=True, **marks)
@@ -243,7 +245,7 @@ def test_try_publish_is_never_slowed_down(every: Harness) -> None:
     assert every.receive(queue, 3) == numbered(0, 3)
 
 
-def test_patient_producers_do_not_stand_in_the_way_of_others(buffering: Harness) -> None:
+def test_delayed_producers_do_not_block_others(buffering: Harness) -> None:
     """Whoever is slowed down by a mark has no place in the line for room."""
     queue = buffering.open(size=3, full_delay_mark=1, stalled=True)
     queue.producer().publish(b"000")
@@ -262,7 +264,7 @@ def test_patient_producers_do_not_stand_in_the_way_of_others(buffering: Harness)
 
 
 def test_a_direct_queue_takes_any_flow_control(direct: Harness) -> None:
-    """Nothing waits, so there is nothing to slow down for, whatever a producer could bear."""
+    """Nothing waits in the queue, so no flow control slows a producer down."""
     queue = direct.open()
     for flow in FlowControl:
         assert queue.producer(flow=flow).publish(b"one")
@@ -270,8 +272,8 @@ def test_a_direct_queue_takes_any_flow_control(direct: Harness) -> None:
 
 
 @pytest.mark.parametrize("flow", FlowControl)
-def test_what_is_refused_is_not_counted_as_dropped(buffering: Harness, flow: FlowControl) -> None:
-    """A block that found no room comes again; what is counted is what is taken or given up."""
+def test_a_refused_event_is_not_counted_as_dropped(buffering: Harness, flow: FlowControl) -> None:
+    """A block without room comes again; only accepted or dropped events are counted."""
     queue = buffering.open(
         size=4,
         light_delay_mark=2,
@@ -295,7 +297,7 @@ def test_what_is_refused_is_not_counted_as_dropped(buffering: Harness, flow: Flo
 
 
 def test_a_block_larger_than_the_queue_goes_on_where_it_was_refused(buffering: Harness) -> None:
-    """What was shed of its first pieces counts as dealt with: the rest is what has to come."""
+    """Events that policies dropped of its first pieces need not come again."""
     queue = buffering.open(size=4, discard_mark=1, discard_severity=5, stalled=True)
     publish_all(queue.producer(), [b"000"])
     block = block_of(numbered(0, 8), severities=[1, 7, 7, 7, 1, 1, 1, 1])

@@ -1,60 +1,60 @@
-"""Does a queue tell a reader, in ranges, what is not settled?"""
+"""Does a queue tell a reader the ranges that are not settled?"""
 
 from __future__ import annotations
 
 from tests.contract.harness import DiskHarness, Harness, numbered
 from turnlane.events import block_of
 from turnlane.intervals import count_offsets, take_newest, take_oldest
-from turnlane.queues.consumer import MAX_SPANS, HoldingQueue
+from turnlane.queues.buffered import MAX_SPANS, BufferedQueue
 
 
-def opened(harness: Harness, count: int) -> HoldingQueue:
+def opened(harness: Harness, count: int) -> BufferedQueue:
     queue = harness.open()
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     queue.producer().publish_block(block_of(numbered(0, count)))
     return queue
 
 
-def test_all_of_it_if_there_is_no_more_than_was_asked_for(keeping: Harness) -> None:
+def test_a_short_backlog_is_returned_in_full(keeping: Harness) -> None:
     queue = opened(keeping, 10)
-    assert queue.unsettled(10) == ([(0, 10)], 10, 10)
-    assert queue.unsettled(10, newest=3) == ([(0, 10)], 10, 10)
+    assert queue.find_unsettled(10) == ([(0, 10)], 10, 10)
+    assert queue.find_unsettled(10, newest=3) == ([(0, 10)], 10, 10)
 
 
-def test_what_is_settled_is_left_out(keeping: Harness) -> None:
+def test_settled_events_are_left_out(keeping: Harness) -> None:
     queue = opened(keeping, 10)
     queue.settle(0, 2)
     queue.settle(4, 5)
-    assert queue.unsettled(100) == ([(2, 4), (5, 10)], 7, 10)
-    assert queue.unsettled(3).spans == [(2, 4), (5, 6)]
+    assert queue.find_unsettled(100) == ([(2, 4), (5, 10)], 7, 10)
+    assert queue.find_unsettled(3).spans == [(2, 4), (5, 6)]
     queue.settle(2, 10)
-    assert queue.unsettled(100) == ([], 0, 10)
+    assert queue.find_unsettled(100) == ([], 0, 10)
 
 
-def test_a_share_of_a_long_backlog_is_of_the_newest(keeping: Harness) -> None:
+def test_a_long_backlog_includes_the_newest_events(keeping: Harness) -> None:
     queue = opened(keeping, 100)
     queue.settle(95, 98)
-    assert queue.unsettled(20, newest=5).spans == [(0, 15), (92, 95), (98, 100)]
+    assert queue.find_unsettled(20, newest=5).spans == [(0, 15), (92, 95), (98, 100)]
 
 
-def test_what_was_settled_stays_so_over_a_restart(storing: DiskHarness) -> None:
+def test_settled_events_stay_settled_after_a_restart(storing: DiskHarness) -> None:
     queue = opened(storing, 10)
     queue.settle(4, 6)
     queue.close()
     again = storing.reopen()
-    assert isinstance(again, HoldingQueue)
-    assert again.unsettled(100).spans == [(0, 4), (6, 10)]
+    assert isinstance(again, BufferedQueue)
+    assert again.find_unsettled(100).spans == [(0, 4), (6, 10)]
 
 
-def test_scattered_offsets_are_told_some_at_a_time(keeping: Harness) -> None:
+def test_scattered_offsets_are_returned_in_parts(keeping: Harness) -> None:
     queue = opened(keeping, 2 * MAX_SPANS + 20)
     for offset in range(0, queue.end, 2):
         queue.settle(offset, offset + 1)
-    found = queue.unsettled(1_000_000)
+    found = queue.find_unsettled(1_000_000)
     assert len(found.spans) == MAX_SPANS
     assert found.spans[0] == (1, 2)
     assert found.pending == MAX_SPANS + 10
-    some = queue.unsettled(MAX_SPANS, newest=10)
+    some = queue.find_unsettled(MAX_SPANS, newest=10)
     assert count_offsets(some.spans) == MAX_SPANS
     assert some.spans[-1][1] == found.end
 

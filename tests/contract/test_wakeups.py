@@ -1,4 +1,4 @@
-"""Is everybody woken who waits, whoever else waits for something else?"""
+"""Is every waiting thread woken while others wait for something else?"""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import threading
 import pytest
 
 from tests.contract.harness import PATIENCE, Acks, Harness, Task, wait_until
+from tests.queue_internals import state_of
 from turnlane.errors import QueueClosed
 from turnlane.queues.api import Ack, AckLevel
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.knobs import Kind
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.settings import Kind
 
 
-def _open(harness: Harness, **knobs: object) -> HoldingQueue:
+def _open(harness: Harness, **knobs: object) -> BufferedQueue:
     queue = harness.open(**knobs)  # type: ignore[arg-type]
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     return queue
 
 
-def test_is_a_publisher_woken_behind_one_that_does_not_wait(keeping: Harness) -> None:
-    """``try_publish`` waits for no ack, and takes nobody's wake-up with it."""
+def test_a_publisher_behind_one_that_does_not_wait_is_woken(keeping: Harness) -> None:
+    """``try_publish`` waits for no ack, and takes no wake-up of another publisher."""
     queue = _open(keeping)
     hasty = queue.producer(ack=AckLevel.DELIVERED)
     assert hasty.try_publish(b"0")
@@ -31,15 +32,15 @@ def test_is_a_publisher_woken_behind_one_that_does_not_wait(keeping: Harness) ->
     assert all(task.result() for task in patient)
 
 
-def test_is_a_consumer_woken_by_a_release_whoever_else_waits(keeping: Harness) -> None:
+def test_a_release_wakes_a_consumer_while_readers_wait(keeping: Harness) -> None:
     """Readers by offset wait for the same queue; a batch given back is not theirs to hear of."""
     queue = _open(keeping)
     queue.producer().publish(b"x")
     batch = queue.get(timeout=PATIENCE)
     waiting = [Task(lambda: queue.wait_beyond(1, PATIENCE)) for _ in range(3)]
-    wait_until(lambda: len(queue._hunger) == 3, "the readers")
+    wait_until(lambda: len(state_of(queue).waiting_readers) == 3, "the readers")
     consumer = Task(lambda: queue.get(timeout=PATIENCE))
-    wait_until(lambda: len(queue._hunger) == 4, "the consumer")
+    wait_until(lambda: len(state_of(queue).waiting_readers) == 4, "the consumer")
     batch.release()
     again = consumer.result()
     assert again.attempt == 2
@@ -49,7 +50,7 @@ def test_is_a_consumer_woken_by_a_release_whoever_else_waits(keeping: Harness) -
 
 
 @pytest.mark.parametrize("level", [AckLevel.PERSISTED, AckLevel.DELIVERED])
-def test_does_a_flush_return_after_a_close(keeping: Harness, level: AckLevel) -> None:
+def test_a_flush_after_a_close_returns_at_once(keeping: Harness, level: AckLevel) -> None:
     """There is nothing to wait for any more, so it says no at once."""
     queue = _open(keeping)
     producer = queue.producer(ack=level, on_ack=Acks())
@@ -60,7 +61,7 @@ def test_does_a_flush_return_after_a_close(keeping: Harness, level: AckLevel) ->
     assert flushing.result() is (level is AckLevel.PERSISTED and saved)
 
 
-def test_do_acks_go_on_after_a_callback_that_exits(keeping: Harness) -> None:
+def test_acks_go_on_after_a_callback_that_exits(keeping: Harness) -> None:
     """One producer's callback cannot end the thread that serves them all."""
     queue = _open(keeping)
     acks = Acks()
@@ -75,8 +76,8 @@ def test_do_acks_go_on_after_a_callback_that_exits(keeping: Harness) -> None:
     acks.wait_for(1)
 
 
-def test_does_a_closed_queue_start_no_thread(keeping: Harness) -> None:
-    """A producer made too late has nobody to hear from, and nobody waits for it."""
+def test_a_closed_queue_starts_no_ack_thread(keeping: Harness) -> None:
+    """A producer made too late gets no ack, and no thread waits for it."""
     queue = _open(keeping, name="late")
     queue.close()
     with pytest.raises(QueueClosed):

@@ -30,7 +30,7 @@ from turnlane.errors import Never, RetryLater
 from turnlane.events import block_of
 from turnlane.queues import worker_pool
 from turnlane.queues.api import Batch, Consumer
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.worker_pool import FIRST_PAUSE, Cancelled, DeadLetters, WorkerPool
 
 
@@ -47,7 +47,7 @@ class Pool(WorkerPool):
 
     def __init__(
         self,
-        queue: HoldingQueue,
+        queue: BufferedQueue,
         consumer: Consumer,
         *,
         dead_letters: DeadLetters | None = None,
@@ -62,25 +62,25 @@ class Pool(WorkerPool):
         return super().pause(min(seconds, self._longest))
 
 
-def _open(harness: Harness, **knobs: Any) -> HoldingQueue:
+def _open(harness: Harness, **knobs: Any) -> BufferedQueue:
     knobs.setdefault("dequeue_batch_size", 5)
     knobs.setdefault("completion_timeout", "20s")
     queue = harness.open(**knobs)
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     return queue
 
 
-def _publish(queue: HoldingQueue, first: int, end: int) -> None:
+def _publish(queue: BufferedQueue, first: int, end: int) -> None:
     """Publish at once, so that it is the batch size alone that makes the batches."""
     queue.producer().publish_block(block_of(numbered(first, end)))
 
 
-def _await_delivered(queue: HoldingQueue, count: int) -> None:
+def _await_delivered(queue: BufferedQueue, count: int) -> None:
     wait_until(lambda: queue.stats().ledger.delivered >= count, f"{count} delivered")
     assert queue.stats().ledger.delivered == count
 
 
-def _threads(queue: HoldingQueue) -> list[threading.Thread]:
+def _threads(queue: BufferedQueue) -> list[threading.Thread]:
     prefixes = (f"turnlane-worker-{queue.name}-", f"turnlane-supervisor-{queue.name}")
     return [thread for thread in threading.enumerate() if thread.name.startswith(prefixes)]
 
@@ -115,14 +115,14 @@ def _failing(times: int, error: BaseException) -> Callable[[Batch], None]:
 # How many there are
 
 
-def test_are_there_no_workers_without_work(keeping: Harness) -> None:
-    """An empty queue has a supervisor and nobody else."""
+def test_a_pool_without_work_has_no_workers(keeping: Harness) -> None:
+    """The pool of an empty queue has only a supervisor."""
     queue = _open(keeping)
     with Pool(queue, Recorder()) as pool:
         assert_never(lambda: pool.active > 0, "a worker")
 
 
-def test_is_there_one_more_worker_for_every_so_many_events(keeping: Harness) -> None:
+def test_a_longer_backlog_starts_more_workers(keeping: Harness) -> None:
     """The backlog decides how many, ``workers`` is the limit."""
     queue = _open(keeping, workers=3, worker_minimum_events=10)
     goes_on = threading.Event()
@@ -143,8 +143,8 @@ def test_is_there_one_more_worker_for_every_so_many_events(keeping: Harness) -> 
     assert sorted(recorder.values, key=bytes) == numbered(0, 100)  # type: ignore[arg-type]
 
 
-def test_do_idle_workers_go_and_come_again(keeping: Harness) -> None:
-    """After ``idle_timeout`` nobody is left; the next event brings a worker back."""
+def test_idle_workers_end_and_start_again(keeping: Harness) -> None:
+    """After ``idle_timeout`` no worker is left; the next event starts one."""
     queue = _open(keeping, idle_timeout="10ms")
     recorder = Recorder()
     with Pool(queue, recorder) as pool:
@@ -159,8 +159,8 @@ def test_do_idle_workers_go_and_come_again(keeping: Harness) -> None:
 # Failures
 
 
-def test_is_a_failed_batch_tried_again_after_a_growing_pause(keeping: Harness) -> None:
-    """It is released with its attempt counted; a success begins anew."""
+def test_a_failed_batch_is_tried_again_after_a_growing_pause(keeping: Harness) -> None:
+    """It is released with its attempt counted; a success resets the pause."""
     queue = _open(keeping)
     recorder = Recorder(_failing(3, ValueError("not now")))
     with Pool(queue, recorder) as pool:
@@ -174,8 +174,8 @@ def test_is_a_failed_batch_tried_again_after_a_growing_pause(keeping: Harness) -
     assert queue.stats().releases == 6
 
 
-def test_does_nobody_else_try_a_batch_while_it_has_to_wait(keeping: Harness) -> None:
-    """``after`` holds for all workers; other batches pass meanwhile."""
+def test_no_other_worker_tries_a_batch_during_its_pause(keeping: Harness) -> None:
+    """``after`` holds for all workers; other batches are handled during that time."""
     queue = _open(keeping, workers=4, worker_minimum_events=1)
     recorder = Recorder(_failing(1, RetryLater("busy", after=3600.0)))
     with Pool(queue, recorder, longest=3600.0) as pool:
@@ -190,7 +190,7 @@ def test_does_nobody_else_try_a_batch_while_it_has_to_wait(keeping: Harness) -> 
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit()])
-def test_is_a_consumer_that_wants_to_exit_one_that_failed(
+def test_a_consumer_that_raises_system_exit_has_failed(
     keeping: Harness, error: BaseException
 ) -> None:
     """What would end a thread without a word does not take a batch with it."""
@@ -202,7 +202,7 @@ def test_is_a_consumer_that_wants_to_exit_one_that_failed(
     assert recorder.values == numbered(0, 3)
 
 
-def test_are_refused_batches_kept_as_dead_letters(keeping: Harness) -> None:
+def test_a_refused_batch_is_kept_as_dead_letters(keeping: Harness) -> None:
     """``Never`` settles a batch as dead once it has been kept."""
     queue = _open(keeping, dequeue_batch_size=2)
     kept: list[tuple[list[bytes | None], str]] = []
@@ -224,7 +224,7 @@ def test_are_refused_batches_kept_as_dead_letters(keeping: Harness) -> None:
     assert (ledger.delivered, ledger.dead, ledger.pending) == (4, 2, 0)
 
 
-def test_are_refused_batches_tried_again_if_nobody_keeps_them(keeping: Harness) -> None:
+def test_a_refused_batch_without_dead_letters_is_tried_again(keeping: Harness) -> None:
     """Without dead letters there is nothing else to do with them."""
     queue = _open(keeping)
     recorder = Recorder(_failing(2, Never("poison")))
@@ -235,7 +235,7 @@ def test_are_refused_batches_tried_again_if_nobody_keeps_them(keeping: Harness) 
     assert queue.stats().ledger.dead == 0
 
 
-def test_is_a_batch_kept_if_the_dead_letters_fail(keeping: Harness) -> None:
+def test_a_batch_whose_dead_letters_fail_is_tried_again(keeping: Harness) -> None:
     """What could not be kept is not dead: it is tried again, after a pause."""
     queue = _open(keeping)
     calls: list[int] = []
@@ -252,7 +252,7 @@ def test_is_a_batch_kept_if_the_dead_letters_fail(keeping: Harness) -> None:
     assert calls == [1, 2, 3]
 
 
-def test_is_a_delivered_batch_not_delivered_again_when_its_ack_fails(disk: DiskHarness) -> None:
+def test_a_delivered_batch_whose_ack_fails_is_not_delivered_again(disk: DiskHarness) -> None:
     """The worker repeats ``done()``, not the delivery, until the disk has recorded it."""
     queue = _open(disk)
     recorder = Recorder()
@@ -264,7 +264,7 @@ def test_is_a_delivered_batch_not_delivered_again_when_its_ack_fails(disk: DiskH
     assert recorder.attempts == [(0, 1)]
 
 
-def test_does_a_worker_outlive_a_disk_that_does_not_read(disk: DiskHarness) -> None:
+def test_a_worker_survives_a_disk_that_cannot_read(disk: DiskHarness) -> None:
     """It pauses and reads again; nothing is skipped."""
     queue = _open(disk, memory_bytes=1, durability="always")
     assert queue.producer(ack="persisted").publish(b"000")
@@ -281,12 +281,12 @@ def test_does_a_worker_outlive_a_disk_that_does_not_read(disk: DiskHarness) -> N
 
 
 def _overrun(pool: WorkerPool) -> None:
-    """Let the consumer that is at a batch have taken too long, whatever the clock says."""
-    pool._cancel_overrunning(-1.0)
+    """Treat the consumer that has a batch as overdue, without waiting."""
+    pool._cancel_overdue(-1.0)
     assert pool.cancelled == 1
 
 
-def test_is_a_consumer_cancelled_that_takes_too_long(keeping: Harness) -> None:
+def test_a_consumer_that_takes_too_long_is_cancelled(keeping: Harness) -> None:
     """After ``completion_timeout`` the batch goes to another worker."""
     queue = _open(keeping, completion_timeout="50ms")
     goes_on = threading.Event()
@@ -300,7 +300,7 @@ def test_is_a_consumer_cancelled_that_takes_too_long(keeping: Harness) -> None:
     assert recorder.values[:5] == numbered(0, 5)
 
 
-def test_is_a_consumer_cancelled_that_loops(keeping: Harness) -> None:
+def test_a_consumer_that_loops_is_cancelled(keeping: Harness) -> None:
     """It is ended in the middle of its code; another worker gets the batch."""
     queue = _open(keeping)
     begun = threading.Event()
@@ -329,7 +329,7 @@ def test_is_a_consumer_cancelled_that_loops(keeping: Harness) -> None:
 
 
 @pytest.mark.parametrize("call", ["Event.wait", "time.sleep"])
-def test_is_a_consumer_given_up_that_is_stuck_in_c_code(keeping: Harness, call: str) -> None:
+def test_a_consumer_that_hangs_in_c_code_is_given_up(keeping: Harness, call: str) -> None:
     """Its batch goes to another worker at once; the stuck one ends when it can."""
     queue = _open(keeping)
     begun, goes_on = threading.Event(), threading.Event()
@@ -356,7 +356,7 @@ def test_is_a_consumer_given_up_that_is_stuck_in_c_code(keeping: Harness, call: 
     assert queue.stats().ledger.delivered == 5
 
 
-def test_is_a_late_done_ignored(keeping: Harness) -> None:
+def test_a_done_after_the_cancellation_is_ignored(keeping: Harness) -> None:
     """A consumer that was given up, and does not take no for an answer, settles nothing."""
     queue = _open(keeping)
     begun, goes_on, late = threading.Event(), threading.Event(), threading.Event()
@@ -366,7 +366,7 @@ def test_is_a_late_done_ignored(keeping: Harness) -> None:
         if batch.attempt > 1:
             raise RetryLater("not yet", after=3600.0)
         begun.set()
-        with contextlib.suppress(Cancelled):  # not to be caught; but somebody will
+        with contextlib.suppress(Cancelled):  # it should not be caught, but consumers may do it
             goes_on.wait(PATIENCE)
         batch.done()
         batch.release()
@@ -389,7 +389,7 @@ def test_is_a_late_done_ignored(keeping: Harness) -> None:
     assert queue.get(timeout=PATIENCE).attempt == 3
 
 
-def test_do_workers_outlive_consumers_that_overrun_just_so(keeping: Harness) -> None:
+def test_workers_survive_consumers_that_end_at_the_time_limit(keeping: Harness) -> None:
     """Ending at the very moment of the cancellation breaks neither worker nor pool."""
     queue = _open(keeping, completion_timeout="10ms", workers=4, worker_minimum_events=1)
     chance = random.Random(7)
@@ -407,7 +407,7 @@ def test_do_workers_outlive_consumers_that_overrun_just_so(keeping: Harness) -> 
     assert set(recorder.values) == set(numbered(0, 200))
 
 
-def test_is_the_pool_well_when_a_consumer_fails_after_free(keeping: Harness) -> None:
+def test_a_pool_goes_on_when_a_consumer_fails_after_free(keeping: Harness) -> None:
     """There is nothing to give back; the batch stays unsettled, and others are handled."""
     queue = _open(keeping, dequeue_batch_size=1)
     begun, goes_on = threading.Event(), threading.Event()
@@ -436,7 +436,7 @@ def test_is_the_pool_well_when_a_consumer_fails_after_free(keeping: Harness) -> 
 # Closing
 
 
-def test_does_a_draining_close_let_workers_finish(keeping: Harness) -> None:
+def test_a_draining_close_lets_workers_finish(keeping: Harness) -> None:
     """Everything published before is delivered, and no thread is left."""
     queue = _open(keeping, workers=2, worker_minimum_events=1)
     recorder = Recorder()
@@ -449,8 +449,8 @@ def test_does_a_draining_close_let_workers_finish(keeping: Harness) -> None:
     assert (pool.active, _threads(queue)) == (0, [])
 
 
-def test_does_a_draining_close_end_in_time(keeping: Harness) -> None:
-    """A consumer that fails for ever is not waited for longer than ``shutdown_timeout``."""
+def test_a_draining_close_ends_in_time(keeping: Harness) -> None:
+    """A close waits at most ``shutdown_timeout`` for a consumer that always fails."""
     queue = _open(keeping, shutdown_timeout="30ms")
     pool = Pool(queue, Recorder(_failing(10**9, ValueError("never"))), longest=3600.0)
     _publish(queue, 0, 5)
@@ -461,7 +461,7 @@ def test_does_a_draining_close_end_in_time(keeping: Harness) -> None:
     assert (stats.ledger.pending, stats.in_flight, stats.releases) == (5, 0, 1)
 
 
-def test_does_a_close_without_drain_finish_what_was_begun(keeping: Harness) -> None:
+def test_a_close_without_drain_finishes_batches_in_work(keeping: Harness) -> None:
     """The batch in hand is delivered, the others stay."""
     queue = _open(keeping)
     goes_on = threading.Event()
@@ -478,7 +478,7 @@ def test_does_a_close_without_drain_finish_what_was_begun(keeping: Harness) -> N
     assert queue.stats().ledger.pending == 15
 
 
-def test_does_a_close_cancel_a_consumer_that_does_not_finish(keeping: Harness) -> None:
+def test_a_close_cancels_a_consumer_that_does_not_finish(keeping: Harness) -> None:
     """After ``completion_timeout`` its batch is released, even if it hangs in C code."""
     queue = _open(keeping, completion_timeout="50ms")
     goes_on = threading.Event()
@@ -494,7 +494,7 @@ def test_does_a_close_cancel_a_consumer_that_does_not_finish(keeping: Harness) -
     wait_until(lambda: not _threads(queue), "the end of the stuck worker")
 
 
-def test_may_a_consumer_close_its_pool(keeping: Harness) -> None:
+def test_a_consumer_may_close_its_pool(keeping: Harness) -> None:
     """It does not wait for itself."""
     queue = _open(keeping)
     recorder = Recorder(lambda batch: pool.close(drain=False))
@@ -504,7 +504,7 @@ def test_may_a_consumer_close_its_pool(keeping: Harness) -> None:
     wait_until(lambda: not _threads(queue), "the threads' end")
 
 
-def test_does_the_pool_end_when_its_queue_is_closed(keeping: Harness) -> None:
+def test_a_pool_ends_when_its_queue_is_closed(keeping: Harness) -> None:
     """Nobody spins or waits for a queue that gives no more, also if something is left in it."""
     queue = _open(keeping, workers=2, worker_minimum_events=1)
     goes_on = threading.Event()
@@ -522,8 +522,8 @@ def test_does_the_pool_end_when_its_queue_is_closed(keeping: Harness) -> None:
 # All of it at once
 
 
-def test_is_order_kept_with_one_worker(keeping: Harness) -> None:
-    """Failures delay what comes after them, and nothing overtakes."""
+def test_one_worker_keeps_the_order(keeping: Harness) -> None:
+    """Failures delay later events, and nothing overtakes."""
     queue = _open(keeping, dequeue_batch_size=3)
     chance = random.Random(3)
 
@@ -539,7 +539,7 @@ def test_is_order_kept_with_one_worker(keeping: Harness) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_is_nothing_lost_or_settled_twice_by_many_workers(keeping: Harness, seed: int) -> None:
+def test_many_workers_lose_nothing_and_settle_nothing_twice(keeping: Harness, seed: int) -> None:
     """Whatever fails, is refused or overruns, every event is delivered or dead, and acked once."""
     queue = _open(keeping, workers=8, worker_minimum_events=1, dequeue_batch_size=7)
     chance = random.Random(seed)
@@ -570,12 +570,12 @@ def test_is_nothing_lost_or_settled_twice_by_many_workers(keeping: Harness, seed
     assert acks.dropped == 0
 
 
-def test_a_pool_that_cannot_drain_its_queue_in_time_says_what_is_left(
+def test_a_pool_that_cannot_drain_in_time_logs_the_remaining_events(
     memory: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Closing goes on; what is left stays in the queue."""
+    """Closing goes on; remaining events stay in the queue."""
     queue = memory.open(shutdown_timeout="50ms")
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     publish_all(queue.producer(), numbered(0, 3))
 
     def refuse(_: Batch) -> None:
@@ -583,4 +583,4 @@ def test_a_pool_that_cannot_drain_its_queue_in_time_says_what_is_left(
 
     with caplog.at_level(logging.WARNING):
         Pool(queue, refuse).close()
-    assert "3 events are left after draining 0.05 s" in caplog.text
+    assert "seconds=0.05 events=3" in caplog.text

@@ -100,7 +100,7 @@ def test_unavailable_destination_defers_all_events_quickly() -> None:
 
 
 def test_run_does_not_wait_for_the_probe_of_an_open_breaker() -> None:
-    """A task that waited, alone of its batch, would have the destination to itself afterwards."""
+    """A task that waited would use the destination alone afterwards: others ended already."""
     settings = make_settings(breaker_failures=1, breaker_reset=0.5)
     state = LocalDestinationState(settings, clock=ManualClock())
     output = FaultyOutput()

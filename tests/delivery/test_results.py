@@ -85,10 +85,10 @@ class RandomFailures:
 class CheckedOutput(FaultyOutput):
     """An output that delivers nothing when it reports rows that it was not given."""
 
-    def _note(self, block: Block, error: BaseException | None) -> None:
+    def _record(self, block: Block, error: BaseException | None) -> None:
         if isinstance(error, PartlyDelivered) and block.num_rows in error.failures:
             return
-        super()._note(block, error)
+        super()._record(block, error)
 
 
 @given(scenarios)

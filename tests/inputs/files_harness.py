@@ -11,7 +11,7 @@ from typing import Any
 from tests.contract.harness import wait_until
 from turnlane.inputs.files import FilesInput, FilesSettings
 from turnlane.queues import open_queue
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.storage.disk_io import Disk
 
 QUICK = {"scan_interval": 0.02, "rotate_wait": 0.1}
@@ -22,9 +22,9 @@ class Home:
     """What a node is to its inputs."""
 
     data: Path
-    only: HoldingQueue
+    only: BufferedQueue
 
-    def queue(self, name: str) -> HoldingQueue:
+    def queue(self, name: str) -> BufferedQueue:
         assert name == "q"
         return self.only
 
@@ -34,7 +34,7 @@ class Following:
     """A running input."""
 
     input: FilesInput
-    queue: HoldingQueue
+    queue: BufferedQueue
 
     def rows(self) -> list[tuple[str, bytes]]:
         """Source and value of all that is in the queue, in order."""
@@ -77,11 +77,11 @@ def settings(*paths: Path | str, **knobs: Any) -> FilesSettings:
 
 
 @contextmanager
-def opened(data: Path, disk: Disk | None = None, **knobs: Any) -> Iterator[HoldingQueue]:
+def opened(data: Path, disk: Disk | None = None, **knobs: Any) -> Iterator[BufferedQueue]:
     """The queue of a data directory."""
     place = {} if knobs.get("kind") == "memory" else {"path": data / "q"}
     queue = open_queue(**{"kind": "disk", "name": "q", **place, **knobs}, disk=disk)
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     try:
         yield queue
     finally:
@@ -92,7 +92,7 @@ def opened(data: Path, disk: Disk | None = None, **knobs: Any) -> Iterator[Holdi
 def following(
     data: Path,
     *paths: Path | str,
-    queue: HoldingQueue | None = None,
+    queue: BufferedQueue | None = None,
     disk: Disk | None = None,
     **knobs: Any,
 ) -> Iterator[Following]:

@@ -10,7 +10,7 @@ from typing import Any
 from tests.inputs.files_harness import Home, settings
 from turnlane.inputs.files import FilesInput
 from turnlane.queues import open_queue
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.testing import FaultyDisk
 
 
@@ -20,7 +20,7 @@ def live(
     """Follow until killed: from outside, or at the nth operation of a kind on a disk file."""
     disk = FaultyDisk()
     queue = open_queue(path=data / "q", name="q", disk=disk, **knobs)
-    assert isinstance(queue, HoldingQueue)
+    assert isinstance(queue, BufferedQueue)
     operation, nth, match = kill_at
     if nth:
         disk.kill(operation, nth, match=match)

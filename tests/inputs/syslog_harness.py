@@ -17,7 +17,7 @@ from tests.contract.harness import wait_until
 from turnlane.events import Event, iterate_events
 from turnlane.inputs.syslog import SyslogInput, SyslogSettings
 from turnlane.node.node import Node
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 
 ANYWHERE = "127.0.0.1:0"
 
@@ -52,14 +52,14 @@ def send_datagrams(source: SyslogInput, *messages: bytes) -> None:
             client.sendto(message, ("127.0.0.1", port(source, "udp")))
 
 
-def events_in(queue: HoldingQueue) -> list[Event]:
+def events_in(queue: BufferedQueue) -> list[Event]:
     found: list[Event] = []
     while (read := queue.read(queue.low + len(found), 100_000)) is not None:
         found += iterate_events(read[1], read[0])
     return found
 
 
-def arrived(queue: HoldingQueue, count: int) -> list[Event]:
+def arrived(queue: BufferedQueue, count: int) -> list[Event]:
     """What is in the queue once there is so much; and there is no more."""
     wait_until(lambda: queue.end >= count, f"{count} events in the queue")
     found = events_in(queue)
@@ -67,7 +67,7 @@ def arrived(queue: HoldingQueue, count: int) -> list[Event]:
     return found
 
 
-def values_in(queue: HoldingQueue, count: int) -> list[bytes | None]:
+def values_in(queue: BufferedQueue, count: int) -> list[bytes | None]:
     return [event.value for event in arrived(queue, count)]
 
 

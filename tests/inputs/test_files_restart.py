@@ -20,6 +20,7 @@ from tests.inputs.files_harness import (
     opened,
     settings,
 )
+from tests.queue_internals import state_of
 from turnlane.errors import DirectoryUnusable
 from turnlane.inputs.files import FilesInput
 from turnlane.inputs.files.tail import Chunk, Tail
@@ -193,7 +194,7 @@ def test_more_files_than_the_queue_remembers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the queue forgets how far a file has come, the positions file knows it."""
-    for module in ("turnlane.queues.core", "turnlane.inputs.files.input"):
+    for module in ("turnlane.queues.state", "turnlane.inputs.files.input"):
         monkeypatch.setattr(f"{module}.MAX_SEQUENCES", 20)
     data = tmp_path / "data"
     for number in range(100):
@@ -216,7 +217,7 @@ def test_more_files_than_the_queue_remembers(
             assert most < 20
             for tail in list(killed._open):
                 tail.close()
-            assert len(queue.sequences) == 20
+            assert len(state_of(queue).sequences) == 20
             assert queue.end == 100
 
 

@@ -38,6 +38,7 @@ from tests.inputs.syslog_harness import (
     send_datagrams,
     values_in,
 )
+from tests.queue_internals import state_of
 from turnlane.errors import AddressTaken, ConfigError, StorageFailed
 from turnlane.formats import framing
 from turnlane.inputs import stream_server
@@ -47,8 +48,8 @@ from turnlane.inputs.publishers import OneWayPublisher
 from turnlane.inputs.syslog import SyslogInput, SyslogSettings, udp_receiver
 from turnlane.node.node import Node
 from turnlane.queues.api import FlowControl
-from turnlane.queues.disk import StoredQueue
-from turnlane.queues.producer import HoldingProducer
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.producer import BufferedProducer
 from turnlane.testing import FaultyDisk
 
 DOGGED = 'type="omfwd" target="127.0.0.1" protocol="tcp"'
@@ -312,7 +313,7 @@ def test_a_client_that_could_not_be_read_for_want_of_room_is_not_silent(
     ):
         wait_until(lambda: source.counters.connections == 2)
         second.sendall(b"<13>x\n" * 11)
-        wait_until(lambda: bool(queue.gate.line))
+        wait_until(lambda: bool(state_of(queue).admission.line))
         first.sendall(b"<13>not lost\n")
         full_since = time.monotonic()
         wait_until(lambda: time.monotonic() > full_since + 0.7)
@@ -398,7 +399,7 @@ def test_what_tls_has_unpacked_is_published_when_it_is_stopped(
         securely_connected(source, files) as client,
     ):
         client.sendall(b"<13>x\n" * 15)  # one record
-        wait_until(lambda: bool(queue.gate.line))
+        wait_until(lambda: bool(state_of(queue).admission.line))
         stopping = threading.Thread(target=source.stop, args=(20.0,))
         stopping.start()
         taken = 0
@@ -454,12 +455,12 @@ def test_a_full_disk_makes_senders_wait_and_loses_nothing(tmp_path: Path) -> Non
     messages = [b"<13>%06d %s" % (number, b"x" * 500) for number in range(16_000)]
     with Node(tmp_path, {"main": knobs}, disk=disk) as node:
         queue = node.queue("main")
-        assert isinstance(queue, StoredQueue)
+        assert isinstance(queue, BufferedQueue)
         with listening(node, tcp=ANYWHERE) as source:
             disk.fill(1_000_000)
             sender = threading.Thread(target=send, args=(source, b"\n".join(messages)))
             sender.start()
-            wait_until(lambda: queue.troubled, "a disk that is full")
+            wait_until(lambda: bool(queue.storage_failure), "a disk that is full")
             assert queue.end < len(messages)
             disk.unfill()
             sender.join()
@@ -486,7 +487,7 @@ def test_stopping_before_a_full_queue_counts_what_is_lost(
 ) -> None:
     with listening(host, queue="narrow", tcp=ANYWHERE, ack="accepted") as source:
         send(source, *(b"<13>%d\n" % number for number in range(100)))
-        wait_until(lambda: bool(host.queue("narrow").gate.line))
+        wait_until(lambda: bool(state_of(host.queue("narrow")).admission.line))
         source.stop(0.2)
         assert source.counters.events == 10
         assert source.counters.dropped == 90
@@ -590,15 +591,15 @@ def test_a_queue_in_trouble_is_tried_again_without_a_flood_of_warnings(
     host: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("turnlane.inputs.publishers.PAUSE", 0.0)
-    real, tries = HoldingProducer.publish_block, list[int]()
+    real, tries = BufferedProducer.publish_block, list[int]()
 
-    def publish_block(self: HoldingProducer, block: Any, **knobs: Any) -> Any:
+    def publish_block(self: BufferedProducer, block: Any, **knobs: Any) -> Any:
         tries.append(1)
         if len(tries) < 10:
             raise StorageFailed("planned")
         return real(self, block, **knobs)
 
-    monkeypatch.setattr(HoldingProducer, "publish_block", publish_block)
+    monkeypatch.setattr(BufferedProducer, "publish_block", publish_block)
     with listening(host, tcp=ANYWHERE) as source:
         send(source, b"<13>a\n")
         assert values_in(host.queue("main"), 1) == [b"<13>a"]

@@ -19,7 +19,7 @@ from turnlane.inputs import table
 from turnlane.inputs.table import TableInput, TableInputSettings
 from turnlane.node.node import Node
 from turnlane.queues.api import Published
-from turnlane.queues.producer import HoldingProducer
+from turnlane.queues.producer import BufferedProducer
 from turnlane.table import Database, TableQueue, connect
 from turnlane.table.sharded import connect_shards
 
@@ -141,10 +141,10 @@ def test_a_disk_that_fails_or_is_slow_loses_nothing(
     fault: type[TurnlaneError],
 ) -> None:
     queue = enqueue(database, 3)
-    publish = HoldingProducer.publish_block
+    publish = BufferedProducer.publish_block
     faults = iter([fault("once")])
 
-    def failing(self: HoldingProducer, block: Block, **options: Any) -> Published:
+    def failing(self: BufferedProducer, block: Block, **options: Any) -> Published:
         error = next(faults, None)
         if isinstance(error, StorageFailed):
             raise error
@@ -153,7 +153,7 @@ def test_a_disk_that_fails_or_is_slow_loses_nothing(
             raise error
         return done
 
-    monkeypatch.setattr(HoldingProducer, "publish_block", failing)
+    monkeypatch.setattr(BufferedProducer, "publish_block", failing)
     with running(host, tmp_path):
         wait_until(lambda: is_empty(queue))
     assert subjects(arrived(host.queue("main"), 3)) == ["s0", "s1", "s2"]

@@ -12,7 +12,7 @@ import httpx
 
 from turnlane.node.http import HttpPlane
 from turnlane.node.node import Node
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.serving.auth import Authority, TokenSettings
 from turnlane.serving.http_server import WebSettings
 from turnlane.testing import FaultyDisk
@@ -33,7 +33,7 @@ class Served:
     disk: FaultyDisk
 
     @property
-    def orders(self) -> HoldingQueue:
+    def orders(self) -> BufferedQueue:
         return self.node.queue("orders")
 
     def post(self, content: Any, queue: str = "orders", **more: Any) -> httpx.Response:

@@ -14,7 +14,7 @@ from turnlane.events import Block, block_of, get_values
 from turnlane.intervals import COPY_SCHEMA
 from turnlane.node.commit_record import Commit, SettleRange
 from turnlane.node.node import Node
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.storage.disk_io import Disk
 from turnlane.testing import FaultyDisk
 
@@ -43,7 +43,7 @@ def staged(node: Node, queue: str, block: Block) -> str:
         return stage.finish()
 
 
-def contents(queue: HoldingQueue) -> list[bytes]:
+def contents(queue: BufferedQueue) -> list[bytes]:
     """All that a queue holds, left in place."""
     found: list[bytes] = []
     at = queue.low

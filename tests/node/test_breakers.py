@@ -21,7 +21,7 @@ from tests.node.conftest import Serve, Served
 from tests.node.http_harness import Served as HttpServed
 from tests.node.http_harness import served as served_over_http
 from tests.node.sender import EVENTS, LIMIT, deliver
-from tests.outputs.web_servers import served as web_served
+from tests.outputs.web_servers import run_server
 from tests.spark.destinations import Destination
 from turnlane.cli.app import app
 from turnlane.client import destination as client_gate
@@ -244,7 +244,7 @@ def test_a_task_sends_no_more_at_a_time_than_its_share(served: Served) -> None:
 
 
 def test_the_limit_on_sends_under_way_holds_for_all_processes(served: Served) -> None:
-    with web_served() as server:
+    with run_server() as server:
         at = Destination(server)
 
         def take_a_while(_: list[bytes]) -> None:

@@ -407,7 +407,7 @@ def test_what_its_queue_could_never_take_is_refused_before_the_commit(
     serve: Serve, block: pa.RecordBatch, error: type[Exception]
 ) -> None:
     served = serve({"small": {"max_event_bytes": 900}})
-    served.node.queue("small").check_types(pa.schema([("n", pa.int64())]))
+    served.node.queue("small").check_columns(pa.schema([("n", pa.int64())]))
     stage = served.client().stage("small", block.schema)
     with contextlib.suppress(error):
         stage.write(block)  # the node may be quick to refuse

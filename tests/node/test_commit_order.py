@@ -18,7 +18,7 @@ from turnlane.events import Block, block_of, get_values
 from turnlane.node.commit_record import Commit, SettleRange
 from turnlane.node.node import Node
 from turnlane.node.staging import StageContents
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 
 KNOBS: dict[str, Any] = {"durability": "always", "shutdown_timeout": "1s"}
 
@@ -53,7 +53,7 @@ def after_the_step(disk: HookedDisk, act: Callable[[], object]) -> None:
     disk.on("sync_directory", once, match="commits")
 
 
-def await_blocked(queue: HoldingQueue) -> None:
+def await_blocked(queue: BufferedQueue) -> None:
     wait_until(lambda: queue.stats().blocked_publishers > 0, "a commit that waits for room")
 
 

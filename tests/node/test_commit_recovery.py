@@ -194,7 +194,7 @@ class TestLater:
             take(node.queue("small"), 10)
             await_through(node)
             assert steps(node) == []
-            assert node.queue("main").unsettled(100).spans == [(10, 16)]
+            assert node.queue("main").find_unsettled(100).spans == [(10, 16)]
 
 
 class TestRepeated:

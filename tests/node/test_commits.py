@@ -200,7 +200,7 @@ class TestRefused:
 
     def test_column_of_another_type_is_refused(self, node: Node) -> None:
         with node:
-            node.queue("odd").check_types(pa.schema([("extra", pa.int64())]))
+            node.queue("odd").check_columns(pa.schema([("extra", pa.int64())]))
             wrong = some(2).append_column("extra", pa.array(["a", "b"]))
             stages = [staged(node, "all", some(2)), staged(node, "odd", wrong)]
             with pytest.raises(SchemaMismatch, match="extra"):

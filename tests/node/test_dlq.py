@@ -69,7 +69,7 @@ def objects(result: Result) -> list[dict[str, Any]]:
 
 
 def pending(served: Served, queue: str = "alerts.dead") -> int:
-    return served.node.queue(queue).unsettled(1).pending
+    return served.node.queue(queue).find_unsettled(1).pending
 
 
 def numbers(served: Served, queue: str) -> list[int]:

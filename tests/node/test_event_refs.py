@@ -34,7 +34,7 @@ from turnlane.node.commit_record import Commit, CommitPart, SettleRange
 from turnlane.node.copy import CopyByReference, CopyByValue
 from turnlane.node.event_refs import decode_references, encode_references, read_range
 from turnlane.node.node import Node
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.testing import FaultyDisk
 
 Queues = Mapping[str, Mapping[str, Any]]
@@ -178,7 +178,7 @@ def test_restaged_events_after_a_gap_keep_their_numbers(
 ) -> None:
     """Else, as some of them may be in the queue already, others would seem to be."""
 
-    def with_gap(queue: HoldingQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
+    def with_gap(queue: BufferedQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
         yield from read_range(queue, first, 10)
         yield from read_range(queue, 20, end)
 
@@ -213,7 +213,7 @@ def test_unreadable_event_delays_the_commit(
     """The commit would settle it, and those behind it have higher numbers."""
     tries: list[int] = []
 
-    def later(queue: HoldingQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
+    def later(queue: BufferedQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
         tries.append(queue.low)
         if len(tries) > 2:
             yield from read_range(queue, first, end)

@@ -19,15 +19,14 @@ from pyarrow import flight
 
 from tests.contract.harness import NOTICEABLE, PATIENCE, Task, assert_never, wait_until
 from tests.node.conftest import QUEUES, Serve, Served, Stream, values
+from tests.queue_internals import state_of
 from turnlane.events import block_of
 from turnlane.node import event_refs
 from turnlane.node.flight import publish
 from turnlane.node.flight.errors import FlightLimits
 from turnlane.node.flight.publish import MAX_PAIRS, SequenceMap
 from turnlane.outputs.connections import abort_descriptor
-from turnlane.queues.api import AckLevel
-from turnlane.queues.memory import MemoryQueue
-from turnlane.queues.settings import QueueSettings
+from turnlane.queues import open_buffered_queue
 from turnlane.serving.address import shut_down_connections
 from turnlane.storage.producer_sequences import MAX_RUNS
 from turnlane.testing import FaultyDisk
@@ -136,7 +135,7 @@ def test_a_stream_that_ends_well_is_persisted(served: Served) -> None:
     stream.write(b"a")
     stream.writer.close()
     queue = served.node.queue("disk")
-    assert queue.watermarks["persisted"].position == 1  # type: ignore[index]
+    assert state_of(queue).acks.persisted.position == 1
 
 
 def test_repeats_are_dropped_and_acked(served: Served) -> None:
@@ -160,12 +159,12 @@ def test_a_number_that_comes_after_a_higher_one_is_taken(serve: Serve) -> None:
         first.write(b"%d" % number, sequence=number)
     assert first.finish() == {"accepted": 21, "persisted": 21, "delivered": 0}
     queue = served.node.queue("disk")
-    assert queue.watermarks[AckLevel.PERSISTED].position == 2
+    assert state_of(queue).acks.persisted.position == 2
     second = served.stream("disk", "p")
     assert second.greet()["resume_at"] == 21
     second.write(b"12", b"13", sequence=12)
     second.finish()
-    assert queue.watermarks[AckLevel.PERSISTED].position == 4
+    assert state_of(queue).acks.persisted.position == 4
     served.close()
     after = serve(name="same")
     third = after.stream("disk", "p")
@@ -412,7 +411,7 @@ def test_a_stop_ends_calls_that_wait(serve: Serve) -> None:
     client = served.client().nodes[0]
     wait = Task(lambda: client.wait("disk", 0, 60.0))
     consume = Task(lambda: list(client.get({"consume": "disk", "wait": 60}, None)))
-    wait_until(lambda: len(served.node.queue("disk")._hunger) == 2)
+    wait_until(lambda: len(state_of(served.node.queue("disk")).waiting_readers) == 2)
     started = time.monotonic()
     served.plane.stop(timeout=10.0)
     assert time.monotonic() - started < 5
@@ -457,7 +456,7 @@ def test_a_look_at_connections_keeps_the_locks_on_files(served: Served, tmp_path
 def test_a_hundred_calls_that_wait_do_not_hold_up_publishing(served: Served) -> None:
     node = served.client().nodes[0]
     waits = [Task(lambda: node.wait("memory", 0, 60.0)) for _ in range(100)]
-    wait_until(lambda: len(served.node.queue("memory")._hunger) == 100)
+    wait_until(lambda: len(state_of(served.node.queue("memory")).waiting_readers) == 100)
     stream = served.stream("disk")
     stream.write(b"a")
     started = time.monotonic()
@@ -505,7 +504,7 @@ def _answers(served: Served) -> bool:
 
 def test_a_long_route_stays_short_and_true() -> None:
     """Nobody consumes for a long time: memory stays bounded, no report comes too early."""
-    queue = MemoryQueue(QueueSettings.of(size=10 * MAX_PAIRS))
+    queue = open_buffered_queue(kind="memory", size=10 * MAX_PAIRS)
     route = SequenceMap(queue)
     producer = queue.producer()
     for number in range(3 * MAX_PAIRS):

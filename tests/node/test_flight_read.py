@@ -11,6 +11,7 @@ from pyarrow import flight
 
 from tests.contract.harness import Task, wait_until
 from tests.node.conftest import Serve, Served
+from tests.queue_internals import state_of
 from turnlane.events import BASE_SCHEMA, Block, block_of
 from turnlane.node import event_refs
 from turnlane.queues.api import AckLevel
@@ -120,7 +121,7 @@ def test_a_column_that_comes_while_reading_is_read_by_asking_again(
 
 def test_waiting_ends_when_an_event_comes(served: Served) -> None:
     wait = Task(lambda: served.client().wait("disk", 0, 60.0))
-    wait_until(lambda: bool(served.node.queue("disk")._hunger))
+    wait_until(lambda: bool(state_of(served.node.queue("disk")).waiting_readers))
     served.node.queue("disk").producer().publish(b"x")
     assert wait.result()[:2] == (1, 0)
 

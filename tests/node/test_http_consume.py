@@ -12,6 +12,7 @@ import pytest
 
 from tests.contract.harness import wait_until
 from tests.node.http_harness import Served, served
+from tests.queue_internals import state_of
 from turnlane.node.http.consume import POLLS
 
 
@@ -78,7 +79,7 @@ def test_nothing_there_is_204_at_once_or_after_the_wait(fresh: Served) -> None:
 def test_a_long_poll_is_answered_when_something_comes(fresh: Served) -> None:
     with ThreadPoolExecutor(1) as pool:
         polling = pool.submit(fresh.take, wait="30s")
-        wait_until(lambda: fresh.orders._hunger)
+        wait_until(lambda: state_of(fresh.orders).waiting_readers)
         fresh.post(b"x")
         leased = polling.result().json()
         assert values(leased) == ["x"]
@@ -88,7 +89,7 @@ def test_a_long_poll_is_answered_when_something_comes(fresh: Served) -> None:
 def test_a_client_that_leaves_a_long_poll_takes_nothing_with_it(fresh: Served) -> None:
     with socket.create_connection((fresh.plane.address.host, fresh.plane.address.port)) as sock:
         sock.sendall(b"GET /queues/orders/events?wait=30s HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        wait_until(lambda: fresh.orders._hunger)
+        wait_until(lambda: state_of(fresh.orders).waiting_readers)
     fresh.post(b"x")
     leased = fresh.take(wait="20s").json()
     assert values(leased) == ["x"]
@@ -100,7 +101,7 @@ def test_polls_that_wait_do_not_keep_publishers_waiting(fresh: Served) -> None:
     assert polls < POLLS
     with ThreadPoolExecutor(polls) as pool:
         polling = [pool.submit(fresh.take, wait="20s", max_events=1) for _ in range(polls)]
-        wait_until(lambda: fresh.orders._hunger)
+        wait_until(lambda: state_of(fresh.orders).waiting_readers)
         assert fresh.post([{"value": "x"}] * polls).status_code == 200
         leases = [each.result().json() for each in polling]
     assert sum(len(each["events"]) for each in leases) == polls
@@ -197,7 +198,7 @@ def test_an_unknown_verb_or_lease_is_404(fresh: Served) -> None:
 def test_stopping_ends_polls_at_once(tmp_path: Path) -> None:
     with served(tmp_path) as at, ThreadPoolExecutor(1) as pool:
         polling = pool.submit(at.take, wait="50s")
-        wait_until(lambda: at.orders._hunger)
+        wait_until(lambda: state_of(at.orders).waiting_readers)
         began = time.monotonic()
         at.plane.stop(20)
         assert polling.result().status_code == 204

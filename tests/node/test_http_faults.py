@@ -22,7 +22,7 @@ from tests.contract.harness import wait_until
 from tests.node.http_harness import Served, served
 from turnlane.events import get_values
 from turnlane.node.node import Node
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 
 DURABLE = {"orders": {"durability": "always"}, "other": {"kind": "memory"}}
 
@@ -31,7 +31,7 @@ def values(at: Served) -> list[bytes]:
     return values_in(at.orders)
 
 
-def values_in(queue: HoldingQueue) -> list[bytes]:
+def values_in(queue: BufferedQueue) -> list[bytes]:
     """All values; a read gives what lies together, which may be less than there is."""
     found: list[bytes] = []
     while (read := queue.read(queue.low + len(found), 100_000)) is not None:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from tests.contract.harness import wait_until
 from tests.node.http_harness import Served, served
+from tests.queue_internals import state_of
 from turnlane.errors import QueueEmpty, QueueFull, StorageFailed
 from turnlane.events import Event, block_of, get_values, iterate_events
 from turnlane.node.http.events import (
@@ -34,7 +35,7 @@ from turnlane.node.http.events import (
 from turnlane.node.http.publish import _Follower, _publish
 from turnlane.node.node import Node
 from turnlane.queues.api import Ack, AckLevel, Durability
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.storage.producer_sequences import MAX_RUNS
 
 
@@ -391,7 +392,7 @@ def test_the_time_of_a_request_includes_its_wait_for_a_thread(tmp_path: Path) ->
 
 
 def test_events_that_a_disk_lost_are_told_to_everyone_whose_they_might_be(tmp_path: Path) -> None:
-    async def hear_of_a_loss(queue: HoldingQueue) -> None:
+    async def hear_of_a_loss(queue: BufferedQueue) -> None:
         follower = _Follower(queue, AckLevel.DELIVERED, asyncio.get_running_loop())
         waits = [asyncio.create_task(follower.wait(end, time.monotonic() + 20)) for end in (1, 2)]
         await asyncio.sleep(0)
@@ -527,7 +528,7 @@ def test_one_stuck_request_does_not_keep_others_from_being_answered(fresh: Serve
     fresh.http.put("/queues/stuck", json={})
     stuck = fresh.node.queue("stuck")
     with ThreadPoolExecutor(1) as pool:
-        with stuck.lock:
+        with state_of(stuck).lock:
             waiting = pool.submit(fresh.http.get, "/queues/stuck")
             assert fresh.post(b"x").status_code == 200
             assert fresh.http.get("/healthz").status_code == 200

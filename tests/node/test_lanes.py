@@ -25,8 +25,8 @@ from turnlane.node.commits import CommitLocks, Commits, LockSet
 from turnlane.node.flight import actions, read
 from turnlane.node.lanes import MAX_RETIRED_RUNS, LanePlan, Lanes
 from turnlane.queues.api import Stats
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.producer import HoldingProducer
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.producer import BufferedProducer
 from turnlane.testing import FaultyDisk
 
 
@@ -53,9 +53,9 @@ def test_a_lane_that_looks_while_a_commit_fills_its_queue_gets_all_of_it(
 ) -> None:
     monkeypatch.setattr(commits, "FILL_SECONDS", PATIENCE)
     filling = threading.Event()
-    real = HoldingProducer.flush
+    real = BufferedProducer.flush
 
-    def slowly(producer: HoldingProducer, timeout: float | None = None) -> bool:
+    def slowly(producer: BufferedProducer, timeout: float | None = None) -> bool:
         """The end of a commit: its events can be read, and more of them are to come."""
         filling.set()
         looked.wait(PATIENCE)
@@ -69,7 +69,7 @@ def test_a_lane_that_looks_while_a_commit_fills_its_queue_gets_all_of_it(
     with node.stage("disk", block_of([]).schema) as stage:
         stage.write(block_of([b"staged"]))
         stages = [stage.finish()]
-    monkeypatch.setattr(HoldingProducer, "flush", slowly)
+    monkeypatch.setattr(BufferedProducer, "flush", slowly)
     commit = Task(lambda: node.commit(stages))
     assert filling.wait(PATIENCE)
     assert served.client().nodes[0].unsettled("disk", 100, lane="a").pending == 12
@@ -300,7 +300,7 @@ def test_an_interrupted_commit_keeps_what_it_said_it_would(serve: Serve) -> None
     first.close()
     left.write_bytes(plan.to_json())
     again = serve()
-    assert again.node.queue("disk").unsettled(100).spans == [(2, 4)]
+    assert again.node.queue("disk").find_unsettled(100).spans == [(2, 4)]
     assert (ledger(again).delivered, ledger(again).dead) == (7, 1)
     assert not left.exists()
 
@@ -331,7 +331,7 @@ def test_event_that_arrives_during_the_check_ends_the_wait(
     looks = count()
     real = type(queue).stats
 
-    def stats(asked: HoldingQueue) -> Stats:
+    def stats(asked: BufferedQueue) -> Stats:
         """Nothing was there, and right after that there is something."""
         found = real(asked)
         if asked is queue and next(looks) == 0:

@@ -16,6 +16,7 @@ from pyarrow import flight
 
 from tests.contract.harness import NOTICEABLE, Task, wait_until
 from tests.node.conftest import Serve, Served
+from tests.queue_internals import state_of
 from turnlane.client.leased_batch import LeasedBatch
 from turnlane.errors import NoSuchLease, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import block_of
@@ -24,8 +25,7 @@ from turnlane.node.flight.actions import Caller
 from turnlane.node.flight.commands import ConsumeCommand
 from turnlane.node.flight.server import FlightPlane
 from turnlane.node.leases import Leases
-from turnlane.queues.memory import MemoryQueue
-from turnlane.queues.settings import QueueSettings
+from turnlane.queues import open_buffered_queue
 
 
 def _publish(served: Served, *values: bytes, queue: str = "disk") -> None:
@@ -64,7 +64,7 @@ def test_a_batch_that_does_not_fill_up_comes_all_the_same(serve: Serve) -> None:
 
 
 def test_leases_that_are_over_take_no_memory() -> None:
-    queue = MemoryQueue(QueueSettings.of(kind="memory", size=10))
+    queue = open_buffered_queue(kind="memory", size=10)
     with queue, Leases() as leases:
         queue.producer().publish(b"x")
         held = leases.take(queue, 1, 0, 86_400, "a day")
@@ -80,7 +80,7 @@ def test_nothing_in_time_is_a_stream_without_blocks(served: Served) -> None:
 
 def test_a_batch_that_comes_while_waiting_is_handed_out(served: Served) -> None:
     waiting = Task(lambda: _consume(served, wait=60))
-    wait_until(lambda: bool(served.node.queue("disk")._hunger))
+    wait_until(lambda: bool(state_of(served.node.queue("disk")).waiting_readers))
     _publish(served, b"a")
     assert len(waiting.result()) == 1
 
@@ -157,7 +157,7 @@ def test_a_client_that_has_left_while_it_waited_gets_no_lease(
     node = served.client().nodes[0]
     with pytest.raises(flight.FlightTimedOutError):
         list(node.get({"consume": "disk", "wait": 60.0, "lease": 3600.0}, 0.5))
-    wait_until(lambda: bool(queue._hunger) and callers[0].is_abandoned())
+    wait_until(lambda: bool(state_of(queue).waiting_readers) and callers[0].is_abandoned())
     _publish(served, b"a")
     wait_until(lambda: queue.stats().releases == 1, "the batch to be given back")
     assert (len(served.node.leases), queue.stats().in_flight) == (0, 0)
@@ -305,7 +305,7 @@ def _lease(batch: object) -> str:
 
 
 def test_a_closed_node_takes_its_batches_back() -> None:
-    queue = MemoryQueue(QueueSettings.of())
+    queue = open_buffered_queue(kind="memory")
     queue.producer().publish(b"a")
     leases = Leases()
     leases.take(queue, None, 1.0, 60.0, "somebody")

@@ -1,4 +1,4 @@
-"""Programs and sockets that syslog is sent to."""
+"""rsyslogd as the receiver of syslog messages."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.ports import free_port
 _FIELDS = ("pri", "hostname", "app-name", "procid", "msgid", "msg")
 
 
-class Received:
-    """What a receiver has written down."""
+class ReceivedMessages:
+    """The messages that a receiver wrote to a file."""
 
     def __init__(self, port: int, file: Path) -> None:
         self.address = f"127.0.0.1:{port}"
         self._file = file
 
     def messages(self, count: int) -> list[dict[str, str]]:
-        """So many messages, as soon as they are there."""
+        """Wait for ``count`` messages and return them."""
         wait_until(lambda: len(self._lines()) >= count, f"{count} messages at rsyslogd", 60)
         found = [json.loads(line) for line in self._lines()]
         assert len(found) == count
@@ -35,18 +35,18 @@ class Received:
 
 
 @contextmanager
-def rsyslogd_receiving(
+def run_rsyslogd(
     place: Path, protocol: str, certificates: Certificates | None = None
-) -> Iterator[Received]:
-    """One that writes what it understands of each message into a file."""
+) -> Iterator[ReceivedMessages]:
+    """Run an rsyslogd that writes the parsed parts of each message to a file."""
     place.mkdir()
     udp = free_port()
-    told = place / "port"
+    port_file = place / "port"
     listener = (
         f'module(load="imudp") input(type="imudp" address="127.0.0.1" port="{udp}")'
         if protocol == "udp"
         else f'module(load="imtcp" {_tls(certificates)}) '
-        f'input(type="imtcp" address="127.0.0.1" port="0" listenPortFileName="{told}")'
+        f'input(type="imtcp" address="127.0.0.1" port="0" listenPortFileName="{port_file}")'
     )
     config = f"""
         global(workDirectory="{place}" maxMessageSize="64k" {_files(certificates)}
@@ -57,8 +57,12 @@ def rsyslogd_receiving(
         """
     with rsyslogd(place, config):
         if protocol != "udp":
-            wait_until(lambda: told.exists() and told.read_text().strip() != "", "its port", 60)
-        yield Received(udp if protocol == "udp" else int(told.read_text()), place / "out")
+            wait_until(
+                lambda: port_file.exists() and port_file.read_text().strip() != "", "its port", 60
+            )
+        yield ReceivedMessages(
+            udp if protocol == "udp" else int(port_file.read_text()), place / "out"
+        )
 
 
 def _template() -> str:

@@ -1,4 +1,4 @@
-"""Does the output ``elasticsearch`` index each event once, and send again only what failed?"""
+"""Does the output ``elasticsearch`` index each event once, and report only what failed?"""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from tests.inputs.web_inputs import HASTY, SECRET, TOKENS, drain, fill, held, node_of, serving
-from tests.outputs.web_blocks import delivered, events, output, with_column
-from tests.outputs.web_servers import Reply, Server, served, unused_url
+from tests.outputs.web_blocks import deliver, make_events, make_output, set_column
+from tests.outputs.web_servers import Reply, Server, get_unused_url, run_server
 from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater, TurnlaneError
 from turnlane.events import Block
 from turnlane.formats.http_bodies import Item, items_of
@@ -22,7 +22,7 @@ from turnlane.node.node import Node
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with served() as found:
+    with run_server() as found:
         yield found
 
 
@@ -32,7 +32,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
         yield found
 
 
-def answer(*statuses: int) -> Reply:
+def make_reply(*statuses: int) -> Reply:
     items = [
         {"create": {"status": status}}
         if status < 300
@@ -43,38 +43,40 @@ def answer(*statuses: int) -> Reply:
     return Reply(200, body.encode(), {"Content-Type": "application/json"})
 
 
-def failures(server: Server, block: Block, **settings: Any) -> dict[int, TurnlaneError]:
+def get_failures(server: Server, block: Block, **settings: Any) -> dict[int, TurnlaneError]:
     with pytest.raises(PartlyDelivered) as raised:
-        delivered("elasticsearch", block, url=server.url, index="logs", **settings)
+        deliver("elasticsearch", block, url=server.url, index="logs", **settings)
     return raised.value.failures
 
 
-def sent(block: Block, **settings: Any) -> list[Item]:
-    """What is sent of a block, as Elasticsearch reads it."""
-    with served() as server:
-        server.answers(answer(*[201] * block.num_rows))
-        delivered("elasticsearch", block, url=server.url, **{"index": "logs", **settings})
-        return items_of(server.seen[0].body)
+def get_sent_items(block: Block, **settings: Any) -> list[Item]:
+    """Send a block and return the items as Elasticsearch reads them."""
+    with run_server() as server:
+        server.set_replies(make_reply(*[201] * block.num_rows))
+        deliver("elasticsearch", block, url=server.url, **{"index": "logs", **settings})
+        return items_of(server.requests[0].body)
 
 
 # ── documents ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_document_has_the_event_id_and_repeats_do_not_replace_it(server: Server) -> None:
-    server.answers(answer(201, 201))
-    delivered("elasticsearch", events([b"a", b"b"], first=7), url=server.url + "/", index="logs")
-    [seen] = server.seen
-    assert seen.path.startswith("/_bulk?")
-    assert seen.headers["content-encoding"] == "gzip"
-    assert items_of(seen.body) == [
+    server.set_replies(make_reply(201, 201))
+    deliver("elasticsearch", make_events([b"a", b"b"], first=7), url=server.url + "/", index="logs")
+    [request] = server.requests
+    assert request.path.startswith("/_bulk?")
+    assert request.headers["content-encoding"] == "gzip"
+    assert items_of(request.body) == [
         Item("create", "logs", "alerts/0/7-2023-11-14T22:13:20.000000Z", b'{"value": "a"}'),
         Item("create", "logs", "alerts/0/8-2023-11-14T22:13:20.000001Z", b'{"value": "b"}'),
     ]
 
 
 def test_templates_fill_index_and_id_from_columns() -> None:
-    block = events([b"a", b"b"], keys=['k"1\n', "k2"], sources=["x", "y"])
-    found = sent(block, index="logs-{source}-{timestamp:%Y.%m.%d}", id="{key}", action="index")
+    block = make_events([b"a", b"b"], keys=['k"1\n', "k2"], sources=["x", "y"])
+    found = get_sent_items(
+        block, index="logs-{source}-{timestamp:%Y.%m.%d}", id="{key}", action="index"
+    )
     assert [(item.action, item.target, item.id) for item in found] == [
         ("index", "logs-x-2023.11.14", 'k"1\n'),
         ("index", "logs-y-2023.11.14", "k2"),
@@ -82,16 +84,16 @@ def test_templates_fill_index_and_id_from_columns() -> None:
 
 
 def test_rows_without_a_position_get_no_id(server: Server) -> None:
-    server.answers(answer(201))
-    block = events([b"a"]).select(["value", "payload"])
-    delivered("elasticsearch", block, url=server.url, index="totals")
-    assert server.seen[0].body.splitlines()[0] == b'{"create":{"_index":"totals"}}'
+    server.set_replies(make_reply(201))
+    block = make_events([b"a"]).select(["value", "payload"])
+    deliver("elasticsearch", block, url=server.url, index="totals")
+    assert server.requests[0].body.splitlines()[0] == b'{"create":{"_index":"totals"}}'
 
 
 def test_several_rows_of_one_event_get_different_ids() -> None:
-    block = with_column(events([b"a", b"b"]), "offset", pa.array([7, 7]))
+    block = set_column(make_events([b"a", b"b"]), "offset", pa.array([7, 7]))
     block = block.append_column("turnlane_row", pa.array([0, 1], pa.int32()))
-    assert [item.id.partition("-")[0] for item in sent(block, index="logs")] == [
+    assert [item.id.partition("-")[0] for item in get_sent_items(block, index="logs")] == [
         "alerts/0/7",
         "alerts/0/7.1",
     ]
@@ -99,23 +101,23 @@ def test_several_rows_of_one_event_get_different_ids() -> None:
 
 def test_raw_document_with_line_ends_is_sent_on_one_line() -> None:
     pretty = json.dumps({"a": "x\ny", "b": [1]}, indent=2).replace("\n", "\r\n").encode()
-    block = with_column(events([b"a", b"b"]), "payload", pa.array([pretty, b"{}"], pa.binary()))
-    found = sent(block, format="raw")
+    block = set_column(make_events([b"a", b"b"]), "payload", pa.array([pretty, b"{}"], pa.binary()))
+    found = get_sent_items(block, format="raw")
     assert [json.loads(item.source) for item in found] == [{"a": "x\ny", "b": [1]}, {}]
 
 
 def test_pipeline_is_part_of_the_url(server: Server) -> None:
-    server.answers(answer(201))
-    delivered("elasticsearch", events([b"a"]), url=server.url, index="logs", pipeline="a b")
-    assert server.seen[0].path.endswith("&pipeline=a+b")
+    server.set_replies(make_reply(201))
+    deliver("elasticsearch", make_events([b"a"]), url=server.url, index="logs", pipeline="a b")
+    assert server.requests[0].path.endswith("&pipeline=a+b")
 
 
 # ── results ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_partly_refused_bulk_reports_only_failed_documents(server: Server) -> None:
-    server.answers(answer(201, 429, 400, 503, 413, 403, 429, 400))
-    found = failures(server, events([b"%d" % number for number in range(8)]))
+    server.set_replies(make_reply(201, 429, 400, 503, 413, 403, 429, 400))
+    found = get_failures(server, make_events([b"%d" % number for number in range(8)]))
     kinds = {row: type(error) for row, error in found.items()}
     assert kinds == {
         1: RetryLater,
@@ -126,21 +128,21 @@ def test_partly_refused_bulk_reports_only_failed_documents(server: Server) -> No
         6: RetryLater,
         7: Never,
     }
-    assert found[1] is found[6], "they wait together"
-    assert found[2] is not found[7], "each is dead for itself"
+    assert found[1] is found[6], "retryable errors are shared"
+    assert found[2] is not found[7], "final errors are not shared"
     assert "its_type: its reason" in str(found[2])
 
 
 def test_existing_document_counts_as_delivered(server: Server) -> None:
-    server.answers(answer(409, 201))
-    delivered("elasticsearch", events([b"a", b"b"]), url=server.url, index="logs")
-    assert set(failures(server, events([b"a", b"b"]), action="index")) == {0}
+    server.set_replies(make_reply(409, 201))
+    deliver("elasticsearch", make_events([b"a", b"b"]), url=server.url, index="logs")
+    assert set(get_failures(server, make_events([b"a", b"b"]), action="index")) == {0}
 
 
 def test_documents_with_the_same_retryable_status_share_one_error(server: Server) -> None:
-    server.answers(answer(429, 429))
+    server.set_replies(make_reply(429, 429))
     with pytest.raises(RetryLater, match="HTTP 429: its_type"):
-        delivered("elasticsearch", events([b"a", b"b"]), url=server.url, index="logs")
+        deliver("elasticsearch", make_events([b"a", b"b"]), url=server.url, index="logs")
 
 
 @pytest.mark.parametrize(
@@ -161,9 +163,9 @@ def test_documents_with_the_same_retryable_status_share_one_error(server: Server
     ],
 )
 def test_malformed_response_delivers_nothing(server: Server, body: bytes) -> None:
-    server.answers(Reply(200, body))
+    server.set_replies(Reply(200, body))
     with pytest.raises((RetryLater, PartlyDelivered)) as raised:
-        delivered("elasticsearch", events([b"a", b"b"]), url=server.url, index="logs")
+        deliver("elasticsearch", make_events([b"a", b"b"]), url=server.url, index="logs")
     if isinstance(raised.value, PartlyDelivered):
         assert set(raised.value.failures) == {0, 1}
         assert all(isinstance(each, RetryLater) for each in raised.value.failures.values())
@@ -178,7 +180,7 @@ def test_incomplete_response_delivers_nothing(server: Server) -> None:
 
     server.behave = behave
     with pytest.raises(RetryLater):
-        delivered("elasticsearch", events([b"a"]), url=server.url, index="logs")
+        deliver("elasticsearch", make_events([b"a"]), url=server.url, index="logs")
 
 
 def test_error_status_applies_to_all_events(server: Server) -> None:
@@ -188,9 +190,9 @@ def test_error_status_applies_to_all_events(server: Server) -> None:
         (401, RetryLater),
         (503, RetryLater),
     ):
-        server.answers(Reply(status))
+        server.set_replies(Reply(status))
         with pytest.raises(kind):
-            delivered("elasticsearch", events([b"a", b"b"]), url=server.url, index="logs")
+            deliver("elasticsearch", make_events([b"a", b"b"]), url=server.url, index="logs")
 
 
 # ── our own input ────────────────────────────────────────────────────────────────────────────────
@@ -200,7 +202,7 @@ def test_own_input_receives_every_event(node: Node) -> None:
     values = [b'event "%d"' % number for number in range(1000)]
     with serving("elasticsearch", node) as found:
         url = f"http://{found.address}"
-        delivered("elasticsearch", events(values), url=url, index="logs-{queue}")
+        deliver("elasticsearch", make_events(values), url=url, index="logs-{queue}")
     got = held(node)
     assert [json.loads(event.value or b"")["value"].encode() for event in got] == values
     assert got[17].key == "alerts/0/17-2023-11-14T22:13:20.000017Z"
@@ -208,11 +210,11 @@ def test_own_input_receives_every_event(node: Node) -> None:
 
 
 def test_own_input_refuses_some_documents(node: Node) -> None:
-    block = with_column(events([b"a", b"b", b"c"]), "payload", [b"{}", b"no JSON", b"{}"])
+    block = set_column(make_events([b"a", b"b", b"c"]), "payload", [b"{}", b"no JSON", b"{}"])
     with serving("elasticsearch", node) as found:
         url = f"http://{found.address}"
         with pytest.raises(PartlyDelivered) as raised:
-            delivered("elasticsearch", block, url=url, index="logs", format="raw")
+            deliver("elasticsearch", block, url=url, index="logs", format="raw")
     assert isinstance(raised.value.failures.pop(1), Never)
     assert not raised.value.failures
     assert len(held(node)) == 2
@@ -224,11 +226,13 @@ def test_own_input_with_a_full_queue_is_retried(tmp_path: Path) -> None:
         with serving("elasticsearch", node, timeout=HASTY) as found:
             settings: Any = {"url": f"http://{found.address}", "index": "logs"}
             with pytest.raises(RetryLater) as raised:
-                delivered("elasticsearch", events([b"a"]), **settings)
+                deliver("elasticsearch", make_events([b"a"]), **settings)
             assert raised.value.after is not None
         drain(node)
         with serving("elasticsearch", node) as found:
-            delivered("elasticsearch", events([b"a"]), url=f"http://{found.address}", index="logs")
+            deliver(
+                "elasticsearch", make_events([b"a"]), url=f"http://{found.address}", index="logs"
+            )
         assert len(held(node)) == 1
 
 
@@ -237,11 +241,14 @@ def test_api_key_authenticates_at_own_input(node: Node, monkeypatch: pytest.Monk
     auth = {"token_env": "ES_KEY", "scheme": "ApiKey"}
     with serving("elasticsearch", node, tokens=TOKENS) as found:
         url = f"http://{found.address}"
-        with output("elasticsearch", url=url, index="logs", auth=auth) as made:
-            made.check()
-            made.send(made.prepare(events([b"a"])))
-        with output("elasticsearch", url=url, index="logs") as made, pytest.raises(RetryLater):
-            made.check()
+        with make_output("elasticsearch", url=url, index="logs", auth=auth) as output:
+            output.check()
+            output.send(output.prepare(make_events([b"a"])))
+        with (
+            make_output("elasticsearch", url=url, index="logs") as output,
+            pytest.raises(RetryLater),
+        ):
+            output.check()
     assert len(held(node)) == 1
 
 
@@ -249,13 +256,16 @@ def test_api_key_authenticates_at_own_input(node: Node, monkeypatch: pytest.Monk
 
 
 def test_check_requires_a_response_of_elasticsearch(server: Server) -> None:
-    server.answers(Reply(200, b"<html>hello</html>"))
-    with output("elasticsearch", url=server.url, index="logs") as made, pytest.raises(
+    server.set_replies(Reply(200, b"<html>hello</html>"))
+    with make_output("elasticsearch", url=server.url, index="logs") as output, pytest.raises(
         RetryLater, match="not a response of Elasticsearch: <html>hello"
     ):  # fmt: skip
-        made.check()
-    with output("elasticsearch", url=unused_url(), index="logs") as made, pytest.raises(RetryLater):
-        made.check()
+        output.check()
+    with (
+        make_output("elasticsearch", url=get_unused_url(), index="logs") as output,
+        pytest.raises(RetryLater),
+    ):
+        output.check()
 
 
 @pytest.mark.parametrize(
@@ -263,4 +273,4 @@ def test_check_requires_a_response_of_elasticsearch(server: Server) -> None:
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        output("elasticsearch", **{"url": "http://h", "index": "logs", **settings})
+        make_output("elasticsearch", **{"url": "http://h", "index": "logs", **settings})

@@ -1,4 +1,4 @@
-"""Is every line in exactly one file, whole, however it rotates and whoever is killed?"""
+"""Is every line complete and in exactly one file, with rotation and after kills?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.contract.harness import Task, wait_until
-from tests.outputs.blocks import handed, numbered
+from tests.outputs.blocks import make_block, make_values
 from turnlane.errors import StorageFailed
 from turnlane.outputs.file import MIN_UNCACHED_BYTES, FileOutput, FileOutputSettings
 from turnlane.testing import ManualClock
@@ -26,16 +26,16 @@ from turnlane.testing import ManualClock
 NOON = 1_795_003_200_000_000_000  # 2026-11-18T12:00:00Z
 
 
-def made(path: Path, clock: ManualClock | None = None, **knobs: Any) -> FileOutput:
+def make_output(path: Path, clock: ManualClock | None = None, **knobs: Any) -> FileOutput:
     settings = FileOutputSettings.model_validate({"type": "file", "path": path, **knobs})
     return FileOutput(settings) if clock is None else FileOutput(settings, clock)
 
 
 def write(output: FileOutput, first: int, end: int) -> None:
-    output.send(output.prepare(handed(numbered(first, end))))
+    output.send(output.prepare(make_block(make_values(first, end))))
 
 
-def text_of(path: Path) -> bytes:
+def read_text(path: Path) -> bytes:
     if path.suffix == ".gz":
         return gzip.decompress(path.read_bytes())
     if path.suffix == ".zst":
@@ -45,144 +45,152 @@ def text_of(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def names(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     found = (path for path in folder.rglob("*") if path.is_file())
     return sorted(str(path.relative_to(folder)) for path in found)
 
 
-def lines_in(folder: Path) -> list[bytes]:
-    return b"".join(text_of(folder / name) for name in names(folder)).splitlines()
+def read_lines(folder: Path) -> list[bytes]:
+    return b"".join(read_text(folder / name) for name in list_files(folder)).splitlines()
 
 
 def test_events_are_appended_as_lines(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "events"
-    with made(path, sync=True) as output:
+    with make_output(path, sync=True) as output:
         output.check()
         write(output, 0, 3)
-        output.send(output.prepare(handed([])))
+        output.send(output.prepare(make_block([])))
         write(output, 3, 5)
-    assert path.read_bytes().splitlines() == numbered(0, 5)
+    assert path.read_bytes().splitlines() == make_values(0, 5)
 
 
 @pytest.mark.parametrize(("compress", "ending"), [("none", ""), ("gzip", ".gz"), ("zstd", ".zst")])
 def test_full_file_is_numbered_and_compressed(tmp_path: Path, compress: str, ending: str) -> None:
-    with made(tmp_path / "events", rotate_size=100, compress=compress) as output:
+    with make_output(tmp_path / "events", rotate_size=100, compress=compress) as output:
         for first in range(0, 40, 5):
             write(output, first, first + 5)  # 40 or 45 bytes
     rotated = [f"events.{number}{ending}" for number in range(1, 4)]
-    assert names(tmp_path) == sorted(["events", *rotated])
+    assert list_files(tmp_path) == sorted(["events", *rotated])
     in_order = [*rotated, "events"]
-    found = b"".join(text_of(tmp_path / name) for name in in_order)
-    assert found.splitlines() == numbered(0, 40)
-    assert all(len(text_of(tmp_path / name)) <= 100 for name in rotated)
+    found = b"".join(read_text(tmp_path / name) for name in in_order)
+    assert found.splitlines() == make_values(0, 40)
+    assert all(len(read_text(tmp_path / name)) <= 100 for name in rotated)
 
 
 def test_batch_larger_than_rotate_size_stays_in_one_file(tmp_path: Path) -> None:
-    with made(tmp_path / "events", rotate_size=100) as output:
+    with make_output(tmp_path / "events", rotate_size=100) as output:
         write(output, 0, 100)
         write(output, 100, 101)
-    assert (tmp_path / "events.1").read_bytes().splitlines() == numbered(0, 100)
-    assert (tmp_path / "events").read_bytes().splitlines() == numbered(100, 101)
+    assert (tmp_path / "events.1").read_bytes().splitlines() == make_values(0, 100)
+    assert (tmp_path / "events").read_bytes().splitlines() == make_values(100, 101)
 
 
 def test_path_with_time_rotates_when_the_time_changes(tmp_path: Path) -> None:
     clock = ManualClock(time_ns=NOON)
-    with made(tmp_path / "%Y-%m-%d" / "%H%%.log", clock, compress="gzip") as output:
+    with make_output(tmp_path / "%Y-%m-%d" / "%H%%.log", clock, compress="gzip") as output:
         write(output, 0, 2)
         clock.advance(3600)
         write(output, 2, 4)
         clock.advance(86_400)
         write(output, 4, 6)
-    assert names(tmp_path) == [
+    assert list_files(tmp_path) == [
         "2026-11-18/12%.log.gz",
         "2026-11-18/13%.log.gz",
         "2026-11-19/13%.log",
     ]
-    assert lines_in(tmp_path) == numbered(0, 6)
+    assert read_lines(tmp_path) == make_values(0, 6)
 
 
 def test_keep_removes_the_oldest_files_and_no_files_of_others(tmp_path: Path) -> None:
     clock = ManualClock(time_ns=NOON)
     others = ["alerts.log", "2026-11-1.log", "2026-11-18.log.old", "2026-11-18.log.1.bz2"]
     for name in others:
-        (tmp_path / name).write_text("somebody else's\n")
-    with made(tmp_path / "%Y-%m-%d.log", clock, rotate_size=20, compress="zstd", keep=3) as output:
+        (tmp_path / name).write_text("of another program\n")
+    with make_output(
+        tmp_path / "%Y-%m-%d.log", clock, rotate_size=20, compress="zstd", keep=3
+    ) as output:
         for number in range(8):
             write(output, number, number + 1)
-            output.close()  # what was written last is known to be the youngest
+            output.close()  # wait for the cleanup: the last written file is the youngest
             clock.advance(43_200)
-    ours = set(names(tmp_path)) - set(others)
-    kept = [text_of(tmp_path / name).splitlines() for name in sorted(ours)]
-    assert kept == [numbered(1, 3), numbered(3, 5), numbered(5, 7), numbered(7, 8)]
-    assert set(others) < set(names(tmp_path))
+    ours = set(list_files(tmp_path)) - set(others)
+    kept = [read_text(tmp_path / name).splitlines() for name in sorted(ours)]
+    assert kept == [make_values(1, 3), make_values(3, 5), make_values(5, 7), make_values(7, 8)]
+    assert set(others) < set(list_files(tmp_path))
 
 
 def test_next_rotation_compresses_files_of_a_killed_task(tmp_path: Path) -> None:
-    """Killed before compressing, and after it but before the other file was removed."""
+    """One task was killed before compressing, one before it removed the original."""
     (tmp_path / "events.1").write_bytes(b"event 0\n")
     (tmp_path / "events.2").write_bytes(b"event 1\n")
     (tmp_path / "events.2.gz").write_bytes(gzip.compress(b"event 1\n"))
     (tmp_path / ".events.1.gz.unfinished").write_bytes(b"half")
     (tmp_path / "events").write_bytes(b"event 2\n")
-    with made(tmp_path / "events", rotate_size=10, compress="gzip") as output:
+    with make_output(tmp_path / "events", rotate_size=10, compress="gzip") as output:
         write(output, 3, 4)
-    # Where it cannot be known that a file is a repeat, it is kept.
-    assert Counter(lines_in(tmp_path)) == Counter([*numbered(0, 4), b"event 1"])
-    assert all(name == "events" or name.endswith(".gz") for name in names(tmp_path))
+    # A file that may be a copy is kept.
+    assert Counter(read_lines(tmp_path)) == Counter([*make_values(0, 4), b"event 1"])
+    assert all(name == "events" or name.endswith(".gz") for name in list_files(tmp_path))
 
 
-def started(knobs: dict[str, Any], name: str, batches: int, width: int) -> subprocess.Popen[bytes]:
+def start_writer(
+    knobs: dict[str, Any], name: str, batches: int, width: int
+) -> subprocess.Popen[bytes]:
     arguments = [json.dumps(knobs), name, str(batches), str(width)]
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.outputs.file_victim", *arguments],
+        [sys.executable, "-m", "tests.outputs.file_writer", *arguments],
         stdout=subprocess.PIPE,
         cwd=Path(__file__).parents[2],
     )
 
 
 def test_several_processes_write_to_one_rotating_file_without_loss(tmp_path: Path) -> None:
-    """Nothing is lost or doubled, no line is torn, and no file is rotated twice."""
+    """No line is lost, repeated or torn, and no file is rotated twice."""
     knobs = {
         "type": "file",
         "path": str(tmp_path / "events"),
         "rotate_size": "10k",
         "compress": "gzip",
     }
-    victims = [started(knobs, name, 100, 20) for name in "abc"]
-    for victim in victims:
-        victim.communicate(timeout=60)
-        assert victim.returncode == 0
+    writers = [start_writer(knobs, name, 100, 20) for name in "abc"]
+    for writer in writers:
+        writer.communicate(timeout=60)
+        assert writer.returncode == 0
     expected = [
         b"%s %d %d %s" % (name.encode(), number, at, b"x" * 20)
         for name in "abc"
         for number in range(100)
         for at in range(10)
     ]
-    assert sorted(lines_in(tmp_path)) == sorted(expected)
-    rotated = [name for name in names(tmp_path) if name != "events"]
+    assert sorted(read_lines(tmp_path)) == sorted(expected)
+    rotated = [name for name in list_files(tmp_path) if name != "events"]
     assert len(rotated) == len({re.findall(r"\d+", name)[0] for name in rotated})
-    sizes = [len(text_of(tmp_path / name)) for name in rotated]
+    sizes = [len(read_text(tmp_path / name)) for name in rotated]
     largest = max(len(line) + 1 for line in expected) * 10  # a batch
-    assert all(10_000 - largest < size <= 10_000 for size in sizes), "each was full, and only then"
+    assert all(10_000 - largest < size <= 10_000 for size in sizes), (
+        "each file was rotated when it was full"
+    )
 
 
 def test_killed_writer_loses_no_reported_line(tmp_path: Path) -> None:
     knobs = {"type": "file", "path": str(tmp_path / "events"), "rotate_size": "20M"}
     reported: dict[str, int] = {}
     for name in "ab":
-        victim = started(knobs, name, -1, 100_000)  # a megabyte a batch: most kills tear one
-        assert victim.stdout is not None
-        reported[name] = last_number(victim.stdout, enough=5)
-        victim.kill()
-        rest = victim.communicate(timeout=60)[0].split()
+        writer = start_writer(
+            knobs, name, -1, 100_000
+        )  # a batch has a megabyte, so that most kills tear one
+        assert writer.stdout is not None
+        reported[name] = read_number(writer.stdout, enough=5)
+        writer.kill()
+        rest = writer.communicate(timeout=60)[0].split()
         reported[name] = int(rest[-1]) if rest else reported[name]
-    with made(tmp_path / "events", rotate_size="20M") as output:
+    with make_output(tmp_path / "events", rotate_size="20M") as output:
         write(output, 0, 1)
-    lines = lines_in(tmp_path)
+    lines = read_lines(tmp_path)
     whole = re.compile(rb"[ab] \d+ \d x{100000}")
     torn = [line for line in lines if not whole.fullmatch(line) and line != b"event 0"]
     assert all(re.fullmatch(rb"[ab]( (\d+( (\d( x*)?)?)?)?)?", line) for line in torn)
-    assert len({line[:1] for line in torn}) == len(torn), "one for each kill at most"
+    assert len({line[:1] for line in torn}) == len(torn), "at most one for each kill"
     found = Counter(tuple(line.split()[:3]) for line in lines if line not in torn)
     for name, last in reported.items():
         for number in range(last + 1):
@@ -190,7 +198,7 @@ def test_killed_writer_loses_no_reported_line(tmp_path: Path) -> None:
                 assert found[name.encode(), b"%d" % number, b"%d" % at] == 1
 
 
-def last_number(stream: IO[bytes], enough: int) -> int:
+def read_number(stream: IO[bytes], enough: int) -> int:
     return next(number for number in map(int, stream) if number >= enough)
 
 
@@ -203,7 +211,7 @@ def test_existing_contents_of_a_file_are_kept(
     """Half a line of a killed task looks like the last line of another program."""
     path = tmp_path / "events"
     path.write_bytes(left)
-    with made(path) as output:
+    with make_output(path) as output:
         write(output, 1, 2)
         write(output, 2, 3)
     assert path.read_bytes() == left + b"\nevent 1\nevent 2\n"
@@ -212,7 +220,7 @@ def test_existing_contents_of_a_file_are_kept(
 
 def test_incomplete_last_line_is_ended_before_rotation(tmp_path: Path) -> None:
     (tmp_path / "events").write_bytes(b"half")
-    with made(tmp_path / "events", rotate_size=10) as output:
+    with make_output(tmp_path / "events", rotate_size=10) as output:
         write(output, 0, 1)
     assert (tmp_path / "events.1").read_bytes() == b"half\n"
     assert (tmp_path / "events").read_bytes() == b"event 0\n"
@@ -221,8 +229,8 @@ def test_incomplete_last_line_is_ended_before_rotation(tmp_path: Path) -> None:
 def test_failed_write_leaves_no_part_of_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk takes some bytes and is full then."""
-    output = made(tmp_path / "events")
+    """The disk takes some bytes and is full afterwards."""
+    output = make_output(tmp_path / "events")
     write(output, 0, 2)
     real, calls = os.write, [0]
 
@@ -237,12 +245,12 @@ def test_failed_write_leaves_no_part_of_the_batch(
         with pytest.raises(StorageFailed, match="No space left"):
             write(output, 2, 4)
     write(output, 2, 4)
-    assert (tmp_path / "events").read_bytes().splitlines() == numbered(0, 4)
+    assert (tmp_path / "events").read_bytes().splitlines() == make_values(0, 4)
 
 
 def test_file_that_cannot_be_written_raises_a_retryable_error(tmp_path: Path) -> None:
     (tmp_path / "events").mkdir()
-    output = made(tmp_path / "events")
+    output = make_output(tmp_path / "events")
     with pytest.raises(StorageFailed, match="Is a directory"):
         write(output, 0, 1)
     with pytest.raises(StorageFailed, match="Is a directory"):
@@ -251,37 +259,37 @@ def test_file_that_cannot_be_written_raises_a_retryable_error(tmp_path: Path) ->
 
 def test_events_can_be_written_to_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    output = made(tmp_path / "pipe", rotate_size=1)
+    output = make_output(tmp_path / "pipe", rotate_size=1)
     writing = Task(lambda: write(output, 0, 3))
     with (tmp_path / "pipe").open("rb") as pipe:
-        assert pipe.read().splitlines() == numbered(0, 3)
+        assert pipe.read().splitlines() == make_values(0, 3)
     wait_until(lambda: not writing.running, "the writer to be done")
 
 
 def test_failing_device_reports_the_reason() -> None:
-    """It has no length to go back to."""
+    """A device cannot be truncated after a failed write."""
     with pytest.raises(StorageFailed, match="/dev/full: No space left on device"):
-        write(made(Path("/dev/full")), 0, 1)
+        write(make_output(Path("/dev/full")), 0, 1)
 
 
-MUCH = 300_000
-"""Lines that are several megabytes: those are written past the page cache."""
+LARGE_BATCH = 300_000
+"""Lines of several megabytes, which are written past the page cache."""
 
 
 def test_large_batch_is_appended_past_the_page_cache(tmp_path: Path) -> None:
-    with made(tmp_path / "events") as output:
+    with make_output(tmp_path / "events") as output:
         write(output, 0, 2)
-        write(output, 2, MUCH)
-        write(output, MUCH, MUCH + 2)
+        write(output, 2, LARGE_BATCH)
+        write(output, LARGE_BATCH, LARGE_BATCH + 2)
     assert (tmp_path / "events").stat().st_size > MIN_UNCACHED_BYTES
-    assert (tmp_path / "events").read_bytes().splitlines() == numbered(0, MUCH + 2)
+    assert (tmp_path / "events").read_bytes().splitlines() == make_values(0, LARGE_BATCH + 2)
 
 
 def test_large_batch_can_be_written_to_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    writing = Task(lambda: write(made(tmp_path / "pipe"), 0, MUCH))
+    writing = Task(lambda: write(make_output(tmp_path / "pipe"), 0, LARGE_BATCH))
     with (tmp_path / "pipe").open("rb") as pipe:
-        assert pipe.read().splitlines() == numbered(0, MUCH)
+        assert pipe.read().splitlines() == make_values(0, LARGE_BATCH)
     wait_until(lambda: not writing.running, "the writer to be done")
 
 
@@ -296,19 +304,19 @@ def test_large_batch_can_be_written_to_a_pipe(tmp_path: Path) -> None:
 def test_kernel_without_uncached_writes_gets_plain_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Exception
 ) -> None:
-    def unable(*_: Any) -> int:
+    def fail(*_: Any) -> int:
         raise answer
 
-    monkeypatch.setattr(os, "pwritev", unable)
-    with made(tmp_path / "events") as output:
-        write(output, 0, MUCH)
-    assert (tmp_path / "events").read_bytes().splitlines() == numbered(0, MUCH)
+    monkeypatch.setattr(os, "pwritev", fail)
+    with make_output(tmp_path / "events") as output:
+        write(output, 0, LARGE_BATCH)
+    assert (tmp_path / "events").read_bytes().splitlines() == make_values(0, LARGE_BATCH)
 
 
 def test_full_disk_leaves_no_part_of_a_large_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output = made(tmp_path / "events")
+    output = make_output(tmp_path / "events")
     write(output, 0, 2)
     real, calls = os.pwritev, [0]
 
@@ -321,8 +329,8 @@ def test_full_disk_leaves_no_part_of_a_large_batch(
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwritev", full)
         with pytest.raises(StorageFailed, match="No space left"):
-            write(output, 2, MUCH)
-    assert (tmp_path / "events").read_bytes().splitlines() == numbered(0, 2)
+            write(output, 2, LARGE_BATCH)
+    assert (tmp_path / "events").read_bytes().splitlines() == make_values(0, 2)
 
 
 @pytest.mark.parametrize(

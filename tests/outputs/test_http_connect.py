@@ -1,4 +1,4 @@
-"""Does ``turnlane validate --connect`` find destinations that cannot be used, and say where?"""
+"""Does ``turnlane validate --connect`` list unusable destinations with their positions?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from tests.outputs.web_servers import Reply, Server, served, unused_url
+from tests.outputs.web_servers import Reply, Server, get_unused_url, run_server
 from turnlane.cli.app import app
 
 PIPELINE = """\
@@ -30,13 +30,13 @@ actions:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with served() as found:
+    with run_server() as found:
         yield found
 
 
 @pytest.fixture(autouse=True)
 def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command looks for modules beside the configuration; that ends with the test."""
+    """Undo the changes of the import path that the command makes."""
     monkeypatch.syspath_prepend("")
     monkeypatch.setenv("PYTHONPATH", "")
 
@@ -45,7 +45,7 @@ def validate(file: Path, *options: str) -> Result:
     return CliRunner().invoke(app, ["validate", str(file), *options])
 
 
-def pipeline(place: Path, **urls: str) -> Path:
+def write_config(place: Path, **urls: str) -> Path:
     file = place / "turnlane.yaml"
     file.write_text(PIPELINE.format(**urls))
     return file
@@ -53,16 +53,16 @@ def pipeline(place: Path, **urls: str) -> Path:
 
 def test_reachable_destinations_are_counted(server: Server, tmp_path: Path) -> None:
     def behave(handler: object) -> Reply:
-        seen = handler.read()  # type: ignore[attr-defined]
-        server.seen.append(seen)
-        return Reply(200, b"" if seen.path == "/v1/logs" else b"{}")
+        request = handler.read()  # type: ignore[attr-defined]
+        server.requests.append(request)
+        return Reply(200, b"" if request.path == "/v1/logs" else b"{}")
 
     server.behave = behave
-    file = pipeline(tmp_path, good=server.url, search=server.url, otlp=server.url)
+    file = write_config(tmp_path, good=server.url, search=server.url, otlp=server.url)
     run = validate(file, "--connect")
     assert run.output == f"{file}: ok, 0 queues, 0 inputs, 3 actions, 4 reachable outputs\n"
     assert run.exit_code == 0
-    assert {(seen.method, seen.path) for seen in server.seen} == {
+    assert {(request.method, request.path) for request in server.requests} == {
         ("HEAD", "/"),
         ("GET", "/"),
         ("POST", "/v1/logs"),
@@ -72,9 +72,9 @@ def test_reachable_destinations_are_counted(server: Server, tmp_path: Path) -> N
 def test_each_unreachable_destination_is_listed_with_position_and_reason(
     server: Server, tmp_path: Path
 ) -> None:
-    server.answers(Reply(401, b"who are you?"))
-    down = unused_url()
-    file = pipeline(tmp_path, good=server.url, search=down, otlp=server.url)
+    server.set_replies(Reply(401, b"who are you?"))
+    down = get_unused_url()
+    file = write_config(tmp_path, good=server.url, search=down, otlp=server.url)
     run = validate(file, "--connect")
     assert run.exit_code == 1
     assert run.stderr.splitlines() == [
@@ -88,9 +88,9 @@ def test_each_unreachable_destination_is_listed_with_position_and_reason(
 
 
 def test_validate_without_connect_makes_no_request(server: Server, tmp_path: Path) -> None:
-    file = pipeline(tmp_path, good=server.url, search=unused_url(), otlp=server.url)
+    file = write_config(tmp_path, good=server.url, search=get_unused_url(), otlp=server.url)
     assert validate(file).exit_code == 0
-    assert not server.seen
+    assert not server.requests
 
 
 def test_plugin_output_that_raises_any_error_is_listed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Does the delivery engine bring every event through the output ``http`` to its right end?"""
+"""Does the engine deliver through the output ``http`` while the server fails?"""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.outputs.web_blocks import events, output
-from tests.outputs.web_servers import PATIENCE, Handler, Reply, Server, served
+from tests.outputs.web_blocks import make_events, make_output
+from tests.outputs.web_servers import TIMEOUT, Handler, Reply, Server, run_server
 from turnlane.delivery.destination import LocalDestinationState
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.results import BlockResult
@@ -20,37 +20,39 @@ from turnlane.delivery.settings import DeliverySettings
 from turnlane.retry import Backoff
 
 SLACK = 5.0
-"""Seconds that a busy machine may be late."""
+"""Seconds by which a busy machine may be late."""
 VALUES = [b"%d" % number for number in range(1000)]
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with served() as found:
+    with run_server() as found:
         yield found
 
 
-def delivery_of(settings: dict[str, Any]) -> DeliverySettings:
-    hurried = {"backoff": 0.001, "max_backoff": 0.01, "max_time": PATIENCE, "batch_events": 200}
-    return DeliverySettings(**{**hurried, **settings})
+def make_settings(settings: dict[str, Any]) -> DeliverySettings:
+    short_waits = {"backoff": 0.001, "max_backoff": 0.01, "max_time": TIMEOUT, "batch_events": 200}
+    return DeliverySettings(**{**short_waits, **settings})
 
 
-def outcome(
+def deliver(
     values: list[bytes], keys: int = 1, *, settings: Any = None, **knobs: Any
 ) -> BlockResult:
-    delivery = delivery_of(settings or {})
-    block = events(values, keys=[f"k{number % keys}" for number in range(len(values))])
+    delivery = make_settings(settings or {})
+    block = make_events(values, keys=[f"k{number % keys}" for number in range(len(values))])
     with (
-        output("http", **knobs) as made,
+        make_output("http", **knobs) as output,
         Engine(
-            made, delivery, LocalDestinationState(delivery), takes_apart=made.takes_apart
+            output, delivery, LocalDestinationState(delivery), takes_apart=output.takes_apart
         ) as engine,
     ):
         return engine.deliver(block)
 
 
-def taken(server: Server) -> list[int]:
-    return sorted(int(each["value"]) for seen in server.seen for each in json.loads(seen.body))
+def get_received(server: Server) -> list[int]:
+    return sorted(
+        int(each["value"]) for request in server.requests for each in json.loads(request.body)
+    )
 
 
 @pytest.mark.parametrize(("path", "keys"), [("/", 1), ("/{key}", 3)])
@@ -58,34 +60,34 @@ def test_one_bad_event_is_dead_and_all_others_are_delivered(
     server: Server, path: str, keys: int
 ) -> None:
     def behave(handler: Handler) -> Reply:
-        seen = handler.read()
-        if b"poison" in seen.body:
+        request = handler.read()
+        if b"poison" in request.body:
             return Reply(400, b"that is poison")
-        server.seen.append(seen)
+        server.requests.append(request)
         return Reply()
 
     server.behave = behave
-    found = outcome([*VALUES[:555], b"poison", *VALUES[556:]], keys, url=server.url + path)
+    found = deliver([*VALUES[:555], b"poison", *VALUES[556:]], keys, url=server.url + path)
     assert found.delivered == 999
     assert not len(found.deferred)
     [dead] = found.dead
     assert dead.numbers.tolist() == [555]
     assert "that is poison" in dead.text
-    assert taken(server) == [number for number in range(1000) if number != 555]
+    assert get_received(server) == [number for number in range(1000) if number != 555]
 
 
 @pytest.mark.parametrize("status", [413, 414, 431])
 def test_too_large_requests_are_split(server: Server, status: int) -> None:
     def behave(handler: Handler) -> Reply:
-        seen = handler.read()
-        if len(seen.body) > 500:
+        request = handler.read()
+        if len(request.body) > 500:
             return Reply(status)
-        server.seen.append(seen)
+        server.requests.append(request)
         return Reply()
 
     server.behave = behave
-    assert outcome(VALUES, url=server.url).delivered == 1000
-    assert taken(server) == list(range(1000))
+    assert deliver(VALUES, url=server.url).delivered == 1000
+    assert get_received(server) == list(range(1000))
 
 
 @pytest.mark.parametrize(
@@ -94,22 +96,22 @@ def test_too_large_requests_are_split(server: Server, status: int) -> None:
 def test_ordered_events_do_not_overtake_events_of_a_failing_url(
     server: Server, ordering: str, late: set[int]
 ) -> None:
-    """Five keys have two events each, and every event an address of its own."""
+    """Five keys have two events each, and every event has its own URL."""
 
     def behave(handler: Handler) -> Reply:
-        seen = handler.read()
-        number = int(json.loads(seen.body)[0]["value"])
+        request = handler.read()
+        number = int(json.loads(request.body)[0]["value"])
         if number in (1, 3):
             return Reply(404)
-        server.seen.append(seen)
+        server.requests.append(request)
         return Reply()
 
     server.behave = behave
     settings = {"ordering": ordering, "breaker_failures": 10**6, "max_time": 1.0}
-    found = outcome(VALUES[:10], 5, settings=settings, url=server.url + "/{value}")
-    assert late.isdisjoint(taken(server))
+    found = deliver(VALUES[:10], 5, settings=settings, url=server.url + "/{value}")
+    assert late.isdisjoint(get_received(server))
     assert late <= set(found.deferred.tolist())
-    assert 0 in taken(server)
+    assert 0 in get_received(server)
 
 
 @pytest.mark.parametrize("status", [413, 414, 431])
@@ -118,7 +120,7 @@ def test_single_event_that_is_too_large_is_dead(server: Server, status: int) -> 
         return Reply(status if b"huge" in handler.read().body else 200)
 
     server.behave = behave
-    found = outcome([*VALUES[:9], b"huge"], url=server.url + "/{value}", headers={"X": "{value}"})
+    found = deliver([*VALUES[:9], b"huge"], url=server.url + "/{value}", headers={"X": "{value}"})
     assert found.delivered == 9
     [dead] = found.dead
     assert (dead.numbers.tolist(), dead.error) == ([9], "PayloadTooLarge")
@@ -136,58 +138,58 @@ def test_server_with_random_failures_gets_every_event(server: Server) -> None:
                 server.reset_in_the_body(handler)
                 return None
             case _:
-                return server.well(handler)
+                return server.accept(handler)
 
     server.behave = behave
     left = VALUES
-    deadline = time.monotonic() + PATIENCE
-    while left and time.monotonic() < deadline:  # as a lane does with what is kept
-        found = outcome(left, url=server.url, settings={"breaker_failures": 10_000})
+    deadline = time.monotonic() + TIMEOUT
+    while left and time.monotonic() < deadline:  # a lane delivers deferred events again
+        found = deliver(left, url=server.url, settings={"breaker_failures": 10_000})
         assert not found.dead
         left = [left[number] for number in found.deferred]
     assert not left
-    assert set(taken(server)) == set(range(1000))
+    assert set(get_received(server)) == set(range(1000))
 
 
 def test_slower_server_gets_fewer_concurrent_requests(server: Server) -> None:
-    """It does one thing at a time, each slower than the one before: the more wait, the longer."""
+    """The server handles one request at a time, each slower than the one before."""
     working, pace = threading.Lock(), iter(np.linspace(0.0, 0.015, 200))
 
     def behave(handler: Handler) -> Reply:
-        seen = handler.read()
+        request = handler.read()
         with working:
             server.ended.wait(next(pace))
-            server.seen.append(seen)
+            server.requests.append(request)
         return Reply()
 
     server.behave = behave
-    delivery = delivery_of({"batch_events": 5, "max_concurrency": 64, "breaker_failures": 1})
-    gate = LocalDestinationState(delivery)
-    with output("http", url=server.url) as made, Engine(made, delivery, gate) as engine:
-        found = engine.deliver(events(VALUES))
-    status = gate.get_status()
-    assert (found.delivered, status.totals["failures"]) == (1000, 0), "slow is not away"
-    assert taken(server) == list(range(1000))
+    delivery = make_settings({"batch_events": 5, "max_concurrency": 64, "breaker_failures": 1})
+    state = LocalDestinationState(delivery)
+    with make_output("http", url=server.url) as output, Engine(output, delivery, state) as engine:
+        found = engine.deliver(make_events(VALUES))
+    status = state.get_status()
+    assert (found.delivered, status.totals["failures"]) == (1000, 0), "a slow server has not failed"
+    assert get_received(server) == list(range(1000))
     assert status.concurrency is not None
-    assert status.concurrency <= 8, "more than a few would only wait"
+    assert status.concurrency <= 8, "more concurrent requests would only wait"
 
 
 def test_server_sees_retries_at_the_times_of_the_backoff(server: Server) -> None:
-    """Waits double from 50 ms up to 200 ms, give or take a fifth; never sooner, hardly later."""
+    """Waits double from 50 ms up to 200 ms, with a jitter of a fifth."""
     times: list[float] = []
     failures = 5
 
     def behave(handler: Handler) -> Reply:
-        seen = handler.read()
+        request = handler.read()
         times.append(time.monotonic())
         if len(times) <= failures:
             return Reply(503)
-        server.seen.append(seen)
+        server.requests.append(request)
         return Reply()
 
     server.behave = behave
     knobs = {"backoff": 0.05, "max_backoff": 0.2, "jitter": 0.2, "breaker_failures": 100}
-    assert outcome(VALUES[:10], settings=knobs, url=server.url).delivered == 10
+    assert deliver(VALUES[:10], settings=knobs, url=server.url).delivered == 10
     backoff = Backoff.from_jitter(0.05, 0.2, 0.2)
     for number, wait in enumerate(np.diff(times), 1):
         assert wait >= backoff.get_wait(number, 0.0) - 0.001
@@ -196,7 +198,7 @@ def test_server_sees_retries_at_the_times_of_the_backoff(server: Server) -> None
 
 
 def test_long_retry_after_defers_all_events(server: Server) -> None:
-    server.answers(Reply(429, headers={"Retry-After": "3600"}))
-    found = outcome(VALUES, url=server.url)
+    server.set_replies(Reply(429, headers={"Retry-After": "3600"}))
+    found = deliver(VALUES, url=server.url)
     assert found.deferred.tolist() == list(range(1000))
     assert not found.dead

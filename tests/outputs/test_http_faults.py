@@ -1,4 +1,4 @@
-"""What does an output that speaks HTTP make of everything that a server can do to it?"""
+"""What do outputs over HTTP do when servers fail in any way?"""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.certificates import Certificates
-from tests.outputs.web_blocks import delivered, events, output
+from tests.outputs.web_blocks import deliver, make_events, make_output
 from tests.outputs.web_servers import (
-    PATIENCE,
+    TIMEOUT,
     Behaviour,
     Handler,
     Reply,
     Server,
-    served,
-    unused_url,
+    get_unused_url,
+    run_server,
 )
 from turnlane.delivery.error_policy import get_error_type
 from turnlane.errors import Never, PayloadTooLarge, RetryLater, TurnlaneError
@@ -32,30 +32,30 @@ from turnlane.outputs.http_client import (
 )
 from turnlane.retry import MAX_RETRY_AFTER
 
-HASTY = {"timeout": "500ms", "connect_timeout": "500ms"}
-"""For servers that never answer: the test waits as long."""
+SHORT_TIMEOUTS = {"timeout": "500ms", "connect_timeout": "500ms"}
+"""For servers that never answer: the test waits for this time."""
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with served() as found:
+    with run_server() as found:
         yield found
 
 
-def failure(server: Server, behave: Behaviour) -> TurnlaneError:
-    """The error of a delivery to a server that behaves so; the next one, to a good one, works."""
+def get_failure(server: Server, behave: Behaviour) -> TurnlaneError:
+    """Return the error of a delivery to this server; check that the next delivery works."""
     server.behave = behave
-    with output("http", url=server.url) as made:
+    with make_output("http", url=server.url) as output:
         with pytest.raises(TurnlaneError) as raised:
-            made.send(made.prepare(events([b"a", b"b"])))
-        server.behave = server.well
-        before = len(server.seen)
-        made.send(made.prepare(events([b"a", b"b"])))
-        assert len(server.seen) == before + 1
+            output.send(output.prepare(make_events([b"a", b"b"])))
+        server.behave = server.accept
+        before = len(server.requests)
+        output.send(output.prepare(make_events([b"a", b"b"])))
+        assert len(server.requests) == before + 1
     return raised.value
 
 
-def replying(reply: Reply) -> Behaviour:
+def make_behaviour(reply: Reply) -> Behaviour:
     def behave(handler: Handler) -> Reply:
         handler.read()
         return reply
@@ -81,7 +81,9 @@ def replying(reply: Reply) -> Behaviour:
 def test_each_status_becomes_the_right_error(
     server: Server, status: int, kind: type[TurnlaneError]
 ) -> None:
-    error = failure(server, replying(Reply(status, b"" if status == 304 else b"because of that")))
+    error = get_failure(
+        server, make_behaviour(Reply(status, b"" if status == 304 else b"because of that"))
+    )
     assert type(error) is kind
     assert f"HTTP {status}" in str(error)
     assert "because of that" in str(error) or status == 304
@@ -99,36 +101,39 @@ def test_each_status_becomes_the_right_error(
     ],
 )
 def test_each_status_has_its_label_in_metrics(server: Server, status: int, kind: str) -> None:
-    assert get_error_type(failure(server, replying(Reply(status)))) == kind
+    assert get_error_type(get_failure(server, make_behaviour(Reply(status)))) == kind
 
 
 def test_silent_server_is_a_timeout_and_absent_server_a_network_error(
     server: Server,
 ) -> None:
     server.behave = server.hang
-    with output("http", url=server.url, **HASTY) as made, pytest.raises(RetryLater) as late:
-        made.send(made.prepare(events([b"a"])))
-    with output("http", url=unused_url()) as made, pytest.raises(RetryLater) as away:
-        made.send(made.prepare(events([b"a"])))
+    with (
+        make_output("http", url=server.url, **SHORT_TIMEOUTS) as output,
+        pytest.raises(RetryLater) as late,
+    ):
+        output.send(output.prepare(make_events([b"a"])))
+    with make_output("http", url=get_unused_url()) as output, pytest.raises(RetryLater) as away:
+        output.send(output.prepare(make_events([b"a"])))
     assert (get_error_type(late.value), get_error_type(away.value)) == ("timeout", "network")
 
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 299])
 def test_every_2xx_status_counts_as_delivered(server: Server, status: int) -> None:
-    server.answers(Reply(status))
-    delivered("http", events([b"a"]), url=server.url)
+    server.set_replies(Reply(status))
+    deliver("http", make_events([b"a"]), url=server.url)
 
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_retry_after_in_seconds_is_passed_on(server: Server, status: int) -> None:
-    error = failure(server, replying(Reply(status, headers={"Retry-After": "120"})))
+    error = get_failure(server, make_behaviour(Reply(status, headers={"Retry-After": "120"})))
     assert isinstance(error, RetryLater)
     assert error.after == 120.0
 
 
 def test_retry_after_as_a_date_is_passed_on(server: Server) -> None:
     date = formatdate(time.time() + 3600, usegmt=True)
-    error = failure(server, replying(Reply(429, headers={"Retry-After": date})))
+    error = get_failure(server, make_behaviour(Reply(429, headers={"Retry-After": date})))
     assert isinstance(error, RetryLater)
     assert error.after is not None
     assert 3000 < error.after <= 3600
@@ -170,22 +175,22 @@ def test_every_status_but_2xx_is_an_error(status: int, body: bytes) -> None:
 
 def test_redirect_is_not_followed(server: Server) -> None:
     elsewhere = {"Location": f"{server.url}/elsewhere"}
-    server.answers(Reply(307, headers=elsewhere))
+    server.set_replies(Reply(307, headers=elsewhere))
     with pytest.raises(RetryLater, match=r"does not follow redirects.*elsewhere"):
-        delivered("http", events([b"a"]), url=server.url)
-    assert len(server.seen) == 1
+        deliver("http", make_events([b"a"]), url=server.url)
+    assert len(server.requests) == 1
 
 
 def test_response_before_the_whole_body_is_sent_is_read(server: Server) -> None:
-    """The refusal of a body that is too large comes before all of it was sent."""
-    server.behave = server.refuse_early
+    """The server refuses a body that is too large before all of it is sent."""
+    server.behave = server.refuse_before_reading
     with pytest.raises(PayloadTooLarge):
-        delivered("http", events([b"x" * 40_000_000]), url=server.url)
+        deliver("http", make_events([b"x" * 40_000_000]), url=server.url)
 
 
 def test_long_response_is_not_read_to_its_end(server: Server) -> None:
-    server.answers(Reply(200, b"x" * 10_000_000))
-    delivered("http", events([b"a"]), url=server.url)
+    server.set_replies(Reply(200, b"x" * 10_000_000))
+    deliver("http", make_events([b"a"]), url=server.url)
 
 
 # ── no answer ────────────────────────────────────────────────────────────────────────────────────
@@ -193,31 +198,31 @@ def test_long_response_is_not_read_to_its_end(server: Server) -> None:
 
 def test_refused_connection_is_retryable() -> None:
     with pytest.raises(RetryLater, match="Connection refused"):
-        delivered("http", events([b"a"]), url=unused_url())
+        deliver("http", make_events([b"a"]), url=get_unused_url())
 
 
 def test_unknown_host_is_retryable() -> None:
     with pytest.raises(RetryLater, match=r"nobody\.invalid"):
-        delivered("http", events([b"a"]), url="http://nobody.invalid/")
+        deliver("http", make_events([b"a"]), url="http://nobody.invalid/")
 
 
 def test_server_that_never_answers_times_out(server: Server) -> None:
     server.behave = server.hang
     with pytest.raises(RetryLater, match=r"no answer within 0\.5 s"):
-        delivered("http", events([b"a"]), url=server.url, **HASTY)
+        deliver("http", make_events([b"a"]), url=server.url, **SHORT_TIMEOUTS)
 
 
 def test_server_that_never_reads_times_out(server: Server) -> None:
     def behave(_: Handler) -> None:
-        server.ended.wait(PATIENCE)
+        server.ended.wait(TIMEOUT)
 
     server.behave = behave
     with pytest.raises(RetryLater, match="timed out"):
-        delivered("http", events([b"x" * 40_000_000]), url=server.url, timeout="1s")
+        deliver("http", make_events([b"x" * 40_000_000]), url=server.url, timeout="1s")
 
 
 def test_sending_the_body_may_take_longer_than_connect_timeout(server: Server) -> None:
-    """The test waits: it is about time."""
+    """The server sleeps longer than the limit for connecting."""
 
     def behave(handler: Handler) -> Reply:
         time.sleep(1)
@@ -225,37 +230,37 @@ def test_sending_the_body_may_take_longer_than_connect_timeout(server: Server) -
         return Reply()
 
     server.behave = behave
-    block = events([b"x" * 40_000_000])
-    delivered("http", block, url=server.url, connect_timeout="500ms", timeout=PATIENCE)
+    block = make_events([b"x" * 40_000_000])
+    deliver("http", block, url=server.url, connect_timeout="500ms", timeout=TIMEOUT)
 
 
 def test_connection_reset_while_sending_is_retryable(server: Server) -> None:
-    assert isinstance(failure(server, server.reset_in_the_body), RetryLater)
+    assert isinstance(get_failure(server, server.reset_in_the_body), RetryLater)
 
 
 def test_request_repeated_after_a_lost_response_has_the_same_key(server: Server) -> None:
-    assert isinstance(failure(server, server.vanish), RetryLater)
-    first, second = (seen.headers["idempotency-key"] for seen in server.seen)
+    assert isinstance(get_failure(server, server.reset_after_request), RetryLater)
+    first, second = (request.headers["idempotency-key"] for request in server.requests)
     assert first == second
 
 
 def test_response_that_is_not_http_is_retryable(server: Server) -> None:
-    assert isinstance(failure(server, server.garbage), RetryLater)
+    assert isinstance(get_failure(server, server.send_garbage), RetryLater)
 
 
 def test_response_that_never_ends_is_cut_off(server: Server) -> None:
     """It has said 200: the events are there. But the connection is of no more use."""
-    server.behave = server.drip
+    server.behave = server.answer_slowly
     began = time.monotonic()
-    delivered("http", events([b"a"]), url=server.url, timeout="2s")
-    assert time.monotonic() - began < PATIENCE
+    deliver("http", make_events([b"a"]), url=server.url, timeout="2s")
+    assert time.monotonic() - began < TIMEOUT
 
 
 def test_idle_connection_closed_by_the_server_is_replaced(server: Server) -> None:
-    server.answers(Reply(200, headers={"Connection": "close"}))
-    with output("http", url=server.url) as made:
+    server.set_replies(Reply(200, headers={"Connection": "close"}))
+    with make_output("http", url=server.url) as output:
         for _ in range(3):
-            made.send(made.prepare(events([b"a"])))
+            output.send(output.prepare(make_events([b"a"])))
     assert server.connections == 3
 
 
@@ -265,24 +270,24 @@ def test_idle_connection_closed_by_the_server_is_replaced(server: Server) -> Non
 def test_https_to_a_plain_server_is_retryable(server: Server) -> None:
     url = server.url.replace("http:", "https:")
     with pytest.raises(RetryLater):
-        delivered("http", events([b"a"]), url=url, **HASTY)
+        deliver("http", make_events([b"a"]), url=url, **SHORT_TIMEOUTS)
 
 
 def test_certificate_for_another_name_is_refused(tmp_path: Path) -> None:
-    made = Certificates(tmp_path)
-    other = made.issue("other", "example.org")
+    certificates = Certificates(tmp_path)
+    other = certificates.issue("other", "example.org")
     with (
-        served(made.server_context(other)) as server,
+        run_server(certificates.server_context(other)) as server,
         pytest.raises(RetryLater, match="certificate"),
     ):
-        delivered("http", events([b"a"]), url=server.url, tls={"ca": made.ca})
+        deliver("http", make_events([b"a"]), url=server.url, tls={"ca": certificates.ca})
 
 
 def test_missing_certificate_files_raise_a_retryable_error(tmp_path: Path) -> None:
     missing = str(tmp_path / "none.pem")
     for tls in ({"ca": missing}, {"cert": missing, "key": missing}):
         with pytest.raises(RetryLater, match=r"none\.pem"):
-            delivered("http", events([b"a"]), url="https://127.0.0.1:1/", tls=tls)
+            deliver("http", make_events([b"a"]), url="https://127.0.0.1:1/", tls=tls)
 
 
 # ── before anything is sent ──────────────────────────────────────────────────────────────────────
@@ -290,19 +295,22 @@ def test_missing_certificate_files_raise_a_retryable_error(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("status", [200, 404, 405])
 def test_check_of_a_reachable_server_passes_without_delivering(server: Server, status: int) -> None:
-    server.answers(Reply(status))
+    server.set_replies(Reply(status))
     for url in (server.url + "/events", server.url + "/{key}"):
-        with output("http", url=url) as made:
-            made.check()
-    assert [(seen.method, seen.path) for seen in server.seen] == [
+        with make_output("http", url=url) as output:
+            output.check()
+    assert [(request.method, request.path) for request in server.requests] == [
         ("HEAD", "/events"),
         ("HEAD", "/"),
     ]
 
 
 def test_check_raises_the_error_of_a_delivery(server: Server) -> None:
-    server.answers(Reply(401))
-    with output("http", url=server.url) as made, pytest.raises(RetryLater, match="401"):
-        made.check()
-    with output("http", url=unused_url()) as made, pytest.raises(RetryLater, match="refused"):
-        made.check()
+    server.set_replies(Reply(401))
+    with make_output("http", url=server.url) as output, pytest.raises(RetryLater, match="401"):
+        output.check()
+    with (
+        make_output("http", url=get_unused_url()) as output,
+        pytest.raises(RetryLater, match="refused"),
+    ):
+        output.check()

@@ -1,4 +1,4 @@
-"""Do templates hold what events have, in a form that the place around them can bear?"""
+"""Are templates filled with the values of events, escaped for their context?"""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.outputs.web_blocks import events, with_column
+from tests.outputs.web_blocks import make_events, set_column
 from turnlane.outputs.templates import Template, escape_header, escape_json, escape_url
 
 TEXTS = st.lists(st.text(st.characters(codec="utf-8"), max_size=50), min_size=1, max_size=5)
 
 
-def filled(template: str, block: Any, **how: Any) -> list[str]:
+def fill_template(template: str, block: Any, **how: Any) -> list[str]:
     found: Any = Template.parse(template).fill(block, **how)
     return list(found.to_pylist())
 
@@ -41,10 +41,10 @@ def filled(template: str, block: Any, **how: Any) -> list[str]:
     ],
 )
 def test_template_is_filled_with_values(template: str, text: str) -> None:
-    block = events([b"caf\xe9"], first=5, keys=["k"], severities=[3], headers=[{"a": "1"}])
-    block = with_column(block, "place", pa.array([{"x": 7}]))
-    block = with_column(block, "up", [True])
-    assert filled(template, block) == [text]
+    block = make_events([b"caf\xe9"], first=5, keys=["k"], severities=[3], headers=[{"a": "1"}])
+    block = set_column(block, "place", pa.array([{"x": 7}]))
+    block = set_column(block, "up", [True])
+    assert fill_template(template, block) == [text]
 
 
 def test_template_without_fields_is_constant() -> None:
@@ -55,16 +55,16 @@ def test_template_without_fields_is_constant() -> None:
 
 @given(TEXTS)
 def test_value_escaped_for_json_is_read_back_unchanged(texts: list[str]) -> None:
-    block = events([b""] * len(texts), sources=texts)
-    found = filled('"{source}"', block, escape=escape_json)
+    block = make_events([b""] * len(texts), sources=texts)
+    found = fill_template('"{source}"', block, escape=escape_json)
     assert [json.loads(each) for each in found] == texts
 
 
 @given(TEXTS)
 def test_value_escaped_for_a_url_is_one_segment(texts: list[str]) -> None:
-    block = events([b""] * len(texts), sources=texts)
+    block = make_events([b""] * len(texts), sources=texts)
     for text, url in zip(
-        texts, filled("http://h/a/{source}/b", block, escape=escape_url), strict=True
+        texts, fill_template("http://h/a/{source}/b", block, escape=escape_url), strict=True
     ):
         parts = urlsplit(url)
         assert (parts.netloc, parts.query, parts.fragment) == ("h", "", "")
@@ -76,6 +76,6 @@ def test_value_escaped_for_a_url_is_one_segment(texts: list[str]) -> None:
 
 @given(TEXTS)
 def test_value_escaped_for_a_header_is_on_one_line(texts: list[str]) -> None:
-    block = events([b""] * len(texts), sources=texts)
-    for text in filled("{source}", block, escape=escape_header):
+    block = make_events([b""] * len(texts), sources=texts)
+    for text in fill_template("{source}", block, escape=escape_header):
         assert not set(text) & {"\r", "\n", "\0"}

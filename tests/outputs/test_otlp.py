@@ -1,4 +1,4 @@
-"""Does the output ``otlp`` pass telemetry on unharmed, and do other events become log records?"""
+"""Does the output ``otlp`` send telemetry unchanged and other events as log records?"""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 
 from tests.inputs.otlp_senders import log_records, logs_request, measurements, spans
 from tests.inputs.web_inputs import SECRET, TOKENS, held, node_of, serving
-from tests.outputs.web_blocks import NOON, delivered, events, output, with_column
-from tests.outputs.web_servers import Handler, Reply, Server, served, unused_url
+from tests.outputs.web_blocks import NOON, deliver, make_events, make_output, set_column
+from tests.outputs.web_servers import Handler, Reply, Server, get_unused_url, run_server
 from turnlane.delivery.destination import LocalDestinationState
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.results import BlockResult
@@ -50,7 +50,7 @@ SDK: dict[Signal, Any] = {
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with served() as found:
+    with run_server() as found:
         yield found
 
 
@@ -60,29 +60,29 @@ def node(tmp_path: Path) -> Iterator[Node]:
         yield found
 
 
-def sdk_events(signal: Signal, grain: Grain = Grain.RECORD) -> list[Event]:
-    """What the SDK has sent."""
+def make_sdk_events(signal: Signal, grain: Grain = Grain.RECORD) -> list[Event]:
+    """Return the events of an SDK request."""
     block = block_of_request(signal, SDK[signal], grain=grain)
     headers = [dict(each.as_py()) for each in block.column("headers")]
     values = block.column("value").to_pylist()
     return [Event(value, headers=head) for value, head in zip(values, headers, strict=True)]
 
 
-def run(
+def deliver_blocks(
     blocks: list[Block], server: Server, **knobs: Any
 ) -> tuple[list[BlockResult], LocalDestinationState]:
-    """Deliver blocks as a lane does; the outcomes, and what the gate knows then."""
+    """Deliver blocks as a lane does; return the results and the destination state."""
     settings = DeliverySettings(backoff=0.001, max_backoff=0.01, max_time=60.0, **knobs)
-    gate = LocalDestinationState(settings)
+    state = LocalDestinationState(settings)
     with (
-        output("otlp", url=server.url) as made,
-        Engine(made, settings, gate, takes_apart=made.takes_apart) as engine,
+        make_output("otlp", url=server.url) as output,
+        Engine(output, settings, state, takes_apart=output.takes_apart) as engine,
     ):
-        return list(engine.run(blocks)), gate
+        return list(engine.run(blocks)), state
 
 
-def block_like(found: list[Event]) -> Block:
-    """Events as they stand in a queue, as a lane hands them on."""
+def make_block(found: list[Event]) -> Block:
+    """Return a block of these events, with positions."""
     block = block_of(
         [event.value or b"" for event in found],
         keys=[event.key for event in found],
@@ -94,22 +94,22 @@ def block_like(found: list[Event]) -> Block:
         "offset": list(range(len(found))),
     }
     for name, column in columns.items():
-        block = with_column(block, name, column)
+        block = set_column(block, name, column)
     return block
 
 
-def telemetry(grain: Grain = Grain.RECORD) -> Block:
-    """All three signals, mixed, as the input stores them."""
+def make_telemetry(grain: Grain = Grain.RECORD) -> Block:
+    """Return events of all three signals, mixed, as the input stores them."""
     found: list[Event] = []
     for signal in SDK:
-        found += sdk_events(signal, grain)
-    return block_like(found[::2] + found[1::2])
+        found += make_sdk_events(signal, grain)
+    return make_block(found[::2] + found[1::2])
 
 
-def records(server: Server) -> list[Any]:
-    """The log records that a server was sent."""
-    [seen] = server.seen
-    request = decode(Signal.LOGS, seen.body)
+def get_records(server: Server) -> list[Any]:
+    """Return the log records that a server received."""
+    [request] = server.requests
+    request = decode(Signal.LOGS, request.body)
     return [
         record
         for resource in request.resource_logs
@@ -118,14 +118,14 @@ def records(server: Server) -> list[Any]:
     ]
 
 
-def attributes(record: Any) -> dict[str, Any]:
+def get_attributes(record: Any) -> dict[str, Any]:
     return {
         each.key: getattr(each.value, each.value.WhichOneof("value")) for each in record.attributes
     }
 
 
-def names(request: Any) -> set[str]:
-    """What a request's records are called, whatever they are."""
+def get_names(request: Any) -> set[str]:
+    """Return the names or bodies of all records of a request."""
     return {
         getattr(record, "name", "") or record.body.string_value
         for _, resources in request.ListFields()
@@ -146,32 +146,36 @@ def names(request: Any) -> set[str]:
 def test_telemetry_is_sent_unchanged_in_one_request_per_signal(
     server: Server, grain: Grain
 ) -> None:
-    delivered("otlp", telemetry(grain), url=server.url)
-    assert {seen.path for seen in server.seen} == {"/v1/logs", "/v1/metrics", "/v1/traces"}
-    for seen in server.seen:
-        signal = Signal(seen.path.removeprefix("/v1/"))
-        assert seen.headers["content-type"] == PROTOBUF
-        assert seen.headers["content-encoding"] == "gzip"
-        assert seen.headers["idempotency-key"]
-        assert names(decode(signal, seen.body)) == names(SDK[signal])
+    deliver("otlp", make_telemetry(grain), url=server.url)
+    assert {request.path for request in server.requests} == {
+        "/v1/logs",
+        "/v1/metrics",
+        "/v1/traces",
+    }
+    for request in server.requests:
+        signal = Signal(request.path.removeprefix("/v1/"))
+        assert request.headers["content-type"] == PROTOBUF
+        assert request.headers["content-encoding"] == "gzip"
+        assert request.headers["idempotency-key"]
+        assert get_names(decode(signal, request.body)) == get_names(SDK[signal])
 
 
 def test_telemetry_through_own_input_equals_the_sdk_request(node: Node) -> None:
-    sent = telemetry()
+    sent = make_telemetry()
     with serving("otlp", node) as found:
-        delivered("otlp", sent, url=f"http://{found.address}")
+        deliver("otlp", sent, url=f"http://{found.address}")
     got = held(node)
     assert sorted(event.value or b"" for event in got) == sorted(get_values([sent]))
     for signal, request in SDK.items():
         values = [e.value or b"" for e in got if e.headers and e.headers["signal"] == signal]
-        assert names(decode(signal, joined(values))) == names(request)
+        assert get_names(decode(signal, joined(values))) == get_names(request)
 
 
 # ── other events ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_events_without_telemetry_become_log_records(server: Server) -> None:
-    block = events(
+    block = make_events(
         [b"disk full", b"\xff\xfe", b""],
         first=5,
         keys=["k", None, None],
@@ -179,12 +183,12 @@ def test_events_without_telemetry_become_log_records(server: Server) -> None:
         severities=[2, None, 7],
         headers=[{"a": "1", "b": ""}, None, {}],
     )
-    block = with_column(block, "pid", [17, None, -1])
-    block = with_column(block, "load", [0.5, None, 2.0])
-    block = with_column(block, "up", [True, None, False])
-    block = with_column(block, "tags", [["x"], None, []])
-    delivered("otlp", block, url=server.url, resource={"service.name": "shop"})
-    first, second, third = records(server)
+    block = set_column(block, "pid", [17, None, -1])
+    block = set_column(block, "load", [0.5, None, 2.0])
+    block = set_column(block, "up", [True, None, False])
+    block = set_column(block, "tags", [["x"], None, []])
+    deliver("otlp", block, url=server.url, resource={"service.name": "shop"})
+    first, second, third = get_records(server)
     assert first.body.string_value == "disk full"
     assert second.body.bytes_value == b"\xff\xfe"
     assert third.body.WhichOneof("value") == "string_value"
@@ -193,30 +197,30 @@ def test_events_without_telemetry_become_log_records(server: Server) -> None:
     assert [each.time_unix_nano for each in (first, second, third)] == [
         NOON * 1000, NOON * 1000 + 1000, NOON * 1000 + 2000,
     ]  # fmt: skip
-    assert attributes(first) == {
+    assert get_attributes(first) == {
         "key": "k", "source": "host-1", "headers.a": "1", "headers.b": "",
         "pid": 17, "load": 0.5, "up": True,
         "log.record.uid": "alerts/0/5-2023-11-14T22:13:20.000000Z",
     }  # fmt: skip
-    assert attributes(second) == {"log.record.uid": "alerts/0/6-2023-11-14T22:13:20.000001Z"}
-    assert attributes(third)["pid"] == -1
-    request = decode(Signal.LOGS, server.seen[0].body)
-    assert attributes(request.resource_logs[0].resource) == {"service.name": "shop"}
+    assert get_attributes(second) == {"log.record.uid": "alerts/0/6-2023-11-14T22:13:20.000001Z"}
+    assert get_attributes(third)["pid"] == -1
+    request = decode(Signal.LOGS, server.requests[0].body)
+    assert get_attributes(request.resource_logs[0].resource) == {"service.name": "shop"}
     assert request.resource_logs[0].scope_logs[0].scope.name == "turnlane"
 
 
 def test_internal_columns_are_not_sent_as_attributes(server: Server) -> None:
-    """What tells the rows of one event apart is in their ids."""
-    block = with_column(events([b"one", b"two"]), "turnlane_row", [0, 1])
-    delivered("otlp", block, url=server.url)
-    for record, row in zip(records(server), ("", ".1"), strict=True):
-        assert attributes(record).keys() == {"log.record.uid"}
-        assert row in attributes(record)["log.record.uid"]
+    """The row number of an event is part of its id."""
+    block = set_column(make_events([b"one", b"two"]), "turnlane_row", [0, 1])
+    deliver("otlp", block, url=server.url)
+    for record, row in zip(get_records(server), ("", ".1"), strict=True):
+        assert get_attributes(record).keys() == {"log.record.uid"}
+        assert row in get_attributes(record)["log.record.uid"]
 
 
 def test_severities_survive_the_round_trip(server: Server) -> None:
-    delivered("otlp", events([b"x"] * 8, severities=list(range(8))), url=server.url)
-    assert [SEVERITIES[each.severity_number] for each in records(server)] == list(range(8))
+    deliver("otlp", make_events([b"x"] * 8, severities=list(range(8))), url=server.url)
+    assert [SEVERITIES[each.severity_number] for each in get_records(server)] == list(range(8))
 
 
 def test_block_with_telemetry_and_other_events_is_sent_in_one_request(node: Node) -> None:
@@ -224,15 +228,15 @@ def test_block_with_telemetry_and_other_events_is_sent_in_one_request(node: Node
     values = [b"plain", request.SerializeToString(), b"text"]
     heads = [None, {"signal": "logs", "content-type": PROTOBUF}, {"signal": "logs"}]
     with serving("otlp", node) as found:
-        delivered("otlp", events(values, headers=heads), url=f"http://{found.address}")
-    found_names = set().union(*(names(decode(Signal.LOGS, e.value or b"")) for e in held(node)))
+        deliver("otlp", make_events(values, headers=heads), url=f"http://{found.address}")
+    found_names = set().union(*(get_names(decode(Signal.LOGS, e.value or b"")) for e in held(node)))
     assert found_names == {"plain", "telemetry", "text"}
 
 
 def test_missing_columns_are_left_out() -> None:
-    block = events([b"a", b"b"]).select(["value"])
+    block = make_events([b"a", b"b"]).select(["value"])
     request = decode(Signal.LOGS, made_request(block, resource={}))
-    assert names(request) == {"a", "b"}
+    assert get_names(request) == {"a", "b"}
     nothing = decode(Signal.LOGS, made_request(block.select([]), resource={}))
     assert len(nothing.resource_logs[0].scope_logs[0].log_records) == 2
 
@@ -258,15 +262,15 @@ def test_log_records_equal_those_of_protobuf(rows: list[Any]) -> None:
         list(column) for column in zip(*rows, strict=True)
     )
     block = block_of(values, headers=headers, severities=severities, timestamps=NOON)
-    block = with_column(block, "number", pa.array(numbers, pa.int64()))
-    block = with_column(block, "real", pa.array(reals, pa.float64()))
+    block = set_column(block, "number", pa.array(numbers, pa.int64()))
+    block = set_column(block, "real", pa.array(reals, pa.float64()))
     request = decode(Signal.LOGS, made_request(block, resource={}))
     found: list[LogRecord] = list(request.resource_logs[0].scope_logs[0].log_records)
     for record, (value, number, real, header, severity) in zip(found, rows, strict=True):
         assert (record.body.bytes_value or record.body.string_value.encode()) == value
         named = {f"headers.{name}": text for name, text in (header or {}).items()}
         wanted = {**named, "number": number, "real": real}
-        assert attributes(record) == {
+        assert get_attributes(record) == {
             name: each for name, each in wanted.items() if each is not None
         }
         known = severity is not None and 0 <= severity < 8
@@ -279,39 +283,41 @@ def test_log_records_equal_those_of_protobuf(rows: list[Any]) -> None:
 def test_partly_rejected_export_counts_as_delivered(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.answers(Reply(200, answer(Signal.LOGS, rejected=2, why="too old")))
-    with output("otlp", url=server.url) as made:
-        made.send(made.prepare(events([b"a", b"b", b"c"])))
-        assert made.rejected == 2
+    server.set_replies(Reply(200, answer(Signal.LOGS, rejected=2, why="too old")))
+    with make_output("otlp", url=server.url) as output:
+        output.send(output.prepare(make_events([b"a", b"b", b"c"])))
+        assert output.rejected == 2
     assert 'records=2 reason="too old"' in caplog.text
-    assert len(server.seen) == 1
+    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("signal", Signal)
 def test_fully_rejected_export_makes_all_events_dead(server: Server, signal: Signal) -> None:
-    block = block_like(sdk_events(signal))
+    block = make_block(make_sdk_events(signal))
     records = count(signal, SDK[signal])
-    server.answers(Reply(200, answer(signal, rejected=records, why="too old")))
-    (result,), gate = run([block], server)
-    assert (result.delivered, len(server.seen)) == (0, 1)
+    server.set_replies(Reply(200, answer(signal, rejected=records, why="too old")))
+    (result,), state = deliver_blocks([block], server)
+    assert (result.delivered, len(server.requests)) == (0, 1)
     (letter,) = result.dead
     assert (len(letter.numbers), letter.error) == (block.num_rows, "Never")
     assert letter.text.endswith("rejected for good: too old")
-    assert gate.get_status().totals["rejected"] == 0
+    assert state.get_status().totals["rejected"] == 0
 
 
 def test_rejected_records_are_reported_to_the_destination_state(server: Server) -> None:
     replies = [Reply(200, answer(Signal.LOGS, rejected=1, why="too old"))] * 2
-    server.answers(*replies)
-    results, gate = run([events([b"a", b"b"]), events([b"c", b"d"])], server, batch_events=2)
+    server.set_replies(*replies)
+    results, state = deliver_blocks(
+        [make_events([b"a", b"b"]), make_events([b"c", b"d"])], server, batch_events=2
+    )
     assert [result.delivered for result in results] == [2, 2]
-    assert gate.get_status().totals["rejected"] == 2
+    assert state.get_status().totals["rejected"] == 2
 
 
 def test_ordered_events_of_different_signals_do_not_overtake_each_other(server: Server) -> None:
-    """Spans would be taken while logs before them wait: so each event goes by itself."""
-    spans, logs = sdk_events(Signal.TRACES), sdk_events(Signal.LOGS)
-    block = block_like([*spans, *logs, *spans])
+    """Spans could be delivered while earlier logs wait, so each event is sent alone."""
+    spans, logs = make_sdk_events(Signal.TRACES), make_sdk_events(Signal.LOGS)
+    block = make_block([*spans, *logs, *spans])
     busy = [Reply(503)]
     paths: list[str] = []
 
@@ -323,7 +329,7 @@ def test_ordered_events_of_different_signals_do_not_overtake_each_other(server: 
         return Reply(200, b"")
 
     server.behave = behave
-    (result,), _ = run([block], server, ordering="strict")
+    (result,), _ = deliver_blocks([block], server, ordering="strict")
     assert result.delivered == block.num_rows
     traces = ["/v1/traces"] * len(spans)
     assert (paths, busy) == ([*traces, *(["/v1/logs"] * len(logs)), *traces], [])
@@ -331,9 +337,9 @@ def test_ordered_events_of_different_signals_do_not_overtake_each_other(server: 
 
 def test_warning_of_a_collector_is_logged(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     kind = {"Content-Type": "application/json; charset=utf-8"}
-    server.answers(Reply(200, b'{"partialSuccess": {"errorMessage": "slow down"}}', kind))
+    server.set_replies(Reply(200, b'{"partialSuccess": {"errorMessage": "slow down"}}', kind))
     with caplog.at_level(logging.WARNING):
-        delivered("otlp", events([b"a"]), url=server.url)
+        deliver("otlp", make_events([b"a"]), url=server.url)
     assert "slow down" in caplog.text
 
 
@@ -347,9 +353,9 @@ def test_warning_of_a_collector_is_logged(server: Server, caplog: pytest.LogCapt
     ],
 )
 def test_malformed_response_delivers_nothing(server: Server, reply: Reply) -> None:
-    server.answers(reply)
+    server.set_replies(reply)
     with pytest.raises(RetryLater, match="not a response of OTLP"):
-        delivered("otlp", events([b"a"]), url=server.url)
+        deliver("otlp", make_events([b"a"]), url=server.url)
 
 
 @pytest.mark.parametrize(
@@ -358,20 +364,20 @@ def test_malformed_response_delivers_nothing(server: Server, reply: Reply) -> No
 def test_error_status_applies_to_all_records(
     server: Server, status: int, kind: type[Exception]
 ) -> None:
-    server.answers(Reply(status))
+    server.set_replies(Reply(status))
     with pytest.raises(kind):
-        delivered("otlp", events([b"a", b"b"]), url=server.url)
+        deliver("otlp", make_events([b"a", b"b"]), url=server.url)
 
 
 def test_collector_without_one_signal_gets_the_others(server: Server) -> None:
     def behave(handler: Any) -> Reply:
-        seen = handler.read()
-        return Reply(404 if seen.path == "/v1/metrics" else 200)
+        request = handler.read()
+        return Reply(404 if request.path == "/v1/metrics" else 200)
 
     server.behave = behave
-    block = telemetry()
+    block = make_telemetry()
     with pytest.raises(PartlyDelivered) as raised:
-        delivered("otlp", block, url=server.url)
+        deliver("otlp", block, url=server.url)
     heads: list[Any] = block.column("headers").to_pylist()
     missed = {row for row, head in enumerate(heads) if ("signal", "metrics") in head}
     assert set(raised.value.failures) == missed
@@ -383,9 +389,9 @@ def test_one_malformed_event_does_not_stop_others(node: Node) -> None:
     good = SDK[Signal.METRICS].SerializeToString()
     values = [good, b"\xff no protobuf", good, b"plain"]
     with serving("otlp", node) as found:
-        block = events(values, headers=[head, head, head, None])
+        block = make_events(values, headers=[head, head, head, None])
         with pytest.raises(PartlyDelivered) as raised:
-            delivered("otlp", block, url=f"http://{found.address}")
+            deliver("otlp", block, url=f"http://{found.address}")
     assert {row: type(each) for row, each in raised.value.failures.items()} == {1: Never}
     assert len(held(node)) == 2 * 2 + 1
 
@@ -397,10 +403,10 @@ def test_check_exports_no_records(node: Node, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("OTLP_TOKEN", SECRET)
     with serving("otlp", node, tokens=TOKENS) as found:
         url = f"http://{found.address}"
-        with output("otlp", url=url, auth={"token_env": "OTLP_TOKEN"}) as made:
-            made.check()
-        with output("otlp", url=url) as made, pytest.raises(RetryLater, match="401"):
-            made.check()
+        with make_output("otlp", url=url, auth={"token_env": "OTLP_TOKEN"}) as output:
+            output.check()
+        with make_output("otlp", url=url) as output, pytest.raises(RetryLater, match="401"):
+            output.check()
     assert not held(node)
-    with output("otlp", url=unused_url()) as made, pytest.raises(RetryLater):
-        made.check()
+    with make_output("otlp", url=get_unused_url()) as output, pytest.raises(RetryLater):
+        output.check()

@@ -1,4 +1,4 @@
-"""Do events get into the queue of another node, and what if that node is away, full or strict?"""
+"""Do events get into the queue of another node, also if the node is unavailable or full?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tests.certificates import Certificates
 from tests.contract.harness import wait_until
 from tests.inputs.syslog_harness import events_in
-from tests.outputs.blocks import handed, numbered
+from tests.outputs.blocks import make_block, make_values
 from tests.ports import free_port
 from tests.spark.nodes import Served, serving
 from turnlane.errors import PayloadTooLarge, RetryLater, TransportDown
@@ -41,7 +41,7 @@ def node(tmp_path: Path) -> Iterator[Served]:
         yield served
 
 
-def made(endpoint: str, queue: str = "orders", **knobs: Any) -> QueueOutput:
+def make_output(endpoint: str, queue: str = "orders", **knobs: Any) -> QueueOutput:
     given = {"type": "queue", "endpoint": endpoint, "queue": queue, **knobs}
     return QueueOutput(QueueOutputSettings.model_validate(given))
 
@@ -52,20 +52,20 @@ def send(output: QueueOutput, block: Block) -> None:
 
 @pytest.mark.parametrize("queue", ["orders", "memory", "assisted"])
 def test_events_arrive_with_all_columns(node: Served, queue: str) -> None:
-    block = handed(
-        numbered(0, 3),
+    block = make_block(
+        make_values(0, 3),
         100,
         key=pa.array(["a", None, "c"]),
-        severity=pa.array([3, 4, 5], pa.int64()),  # as Spark may have it
+        severity=pa.array([3, 4, 5], pa.int64()),  # the type that Spark may use
         message=pa.array(["x", "y", None]),
     )
-    with made(node.url, queue) as output:
+    with make_output(node.url, queue) as output:
         output.check()
         send(output, block)
-        send(output, handed([]))
-        send(output, handed(numbered(3, 5)))
+        send(output, make_block([]))
+        send(output, make_block(make_values(3, 5)))
     found = events_in(node.queue(queue))
-    assert [event.value for event in found] == numbered(0, 5)
+    assert [event.value for event in found] == make_values(0, 5)
     assert [event.key for event in found[:3]] == ["a", None, "c"]
     assert [event.severity for event in found[:3]] == [3, 4, 5]
     assert found[0].timestamp == 1_795_000_000_123_456
@@ -76,11 +76,11 @@ def test_events_arrive_with_all_columns(node: Served, queue: str) -> None:
 
 
 def test_repeated_events_with_a_producer_are_dropped(node: Served) -> None:
-    """With gaps, where events went to the dead letters."""
-    whole = handed(numbered(0, 20))
-    with made(node.url, producer="shop") as output:
+    """The offsets have gaps, where events became dead letters."""
+    whole = make_block(make_values(0, 20))
+    with make_output(node.url, producer="shop") as output:
         send(output, whole.slice(0, 10))
-    with made(node.url, producer="shop") as output:  # another task, after a crash
+    with make_output(node.url, producer="shop") as output:  # another task, after a crash
         send(output, whole.slice(0, 5))
         send(output, whole.take(pa.array([5, 6, 11, 12, 15])))
         send(output, whole.slice(15))
@@ -90,61 +90,61 @@ def test_repeated_events_with_a_producer_are_dropped(node: Served) -> None:
 
 
 def test_events_of_two_nodes_have_separate_sequences(node: Served) -> None:
-    block = handed(numbered(0, 4), partition=pa.array([0, 0, 1, 1], pa.int32()))
-    again = handed(numbered(0, 2), partition=pa.array([1, 1], pa.int32()))
-    with made(node.url, producer="shop") as output:
+    block = make_block(make_values(0, 4), partition=pa.array([0, 0, 1, 1], pa.int32()))
+    again = make_block(make_values(0, 2), partition=pa.array([1, 1], pa.int32()))
+    with make_output(node.url, producer="shop") as output:
         for _ in range(2):
             send(output, block)
             send(output, again)
-    # Offsets 0 and 1 of node 1 come after its 2 and 3: out of order, and once.
+    # Offsets 0 and 1 of node 1 arrive after its 2 and 3: out of order, each once.
     assert len(events_in(node.queue("orders"))) == 6
 
 
 def test_several_rows_of_one_event_have_separate_sequences(node: Served) -> None:
     offsets, rows = pa.array([0, 1, 1, 2]), pa.array([0, 0, 1, 0])
-    block = handed(numbered(0, 4), offset=offsets, turnlane_row=rows)
-    with made(node.url, producer="shop") as output:
+    block = make_block(make_values(0, 4), offset=offsets, turnlane_row=rows)
+    with make_output(node.url, producer="shop") as output:
         for part in (block.slice(0, 2), block.slice(2), block):
             send(output, part)
     stored = node.queue("orders").read(0, 4)
     assert stored is not None
     assert "turnlane_row" not in stored[1].schema.names
-    assert [event.value for event in events_in(node.queue("orders"))] == numbered(0, 4)
+    assert [event.value for event in events_in(node.queue("orders"))] == make_values(0, 4)
 
 
 def test_repeated_events_without_a_producer_are_stored_again(node: Served) -> None:
-    with made(node.url) as output:
+    with make_output(node.url) as output:
         for _ in range(2):
-            send(output, handed(numbered(0, 4)))
+            send(output, make_block(make_values(0, 4)))
     assert len(events_in(node.queue("orders"))) == 8
 
 
 def test_unavailable_node_is_retryable_and_works_when_it_is_back(tmp_path: Path) -> None:
     port = free_port()
     endpoint = f"turnlane://127.0.0.1:{port}"
-    with made(endpoint) as output:
+    with make_output(endpoint) as output:
         with pytest.raises(RetryLater):
             output.check()
         with pytest.raises(RetryLater):
-            send(output, handed(numbered(0, 2)))
+            send(output, make_block(make_values(0, 2)))
         for first in (0, 2):
-            with served_at(tmp_path / "data", port):
-                wait_until(partial(sent, output, first), "the node to be found again")
-        with served_at(tmp_path / "data", port) as there:
-            assert [event.value for event in events_in(there.queue("orders"))] == numbered(0, 4)
+            with run_node_at(tmp_path / "data", port):
+                wait_until(partial(try_send, output, first), "the node to be found again")
+        with run_node_at(tmp_path / "data", port) as there:
+            assert [event.value for event in events_in(there.queue("orders"))] == make_values(0, 4)
 
 
-def sent(output: QueueOutput, first: int) -> bool:
-    """Whether it went well; gRPC looks again for a node that was away after a while only."""
+def try_send(output: QueueOutput, first: int) -> bool:
+    """Return whether the send worked. gRPC reconnects only some time after a failure."""
     try:
-        send(output, handed(numbered(first, first + 2)))
+        send(output, make_block(make_values(first, first + 2)))
     except TransportDown:
         return False
     return True
 
 
 @contextmanager
-def served_at(
+def run_node_at(
     data: Path,
     port: int,
     tokens: tuple[TokenSettings, ...] = (),
@@ -160,33 +160,33 @@ def served_at(
 
 
 def test_full_queue_is_retryable(node: Served) -> None:
-    with made(node.url, "small", timeout="1s", producer="shop") as output:
-        send(output, handed(numbered(0, 5)))
+    with make_output(node.url, "small", timeout="1s", producer="shop") as output:
+        send(output, make_block(make_values(0, 5)))
         with pytest.raises(RetryLater):
-            send(output, handed(numbered(5, 8), 5))
+            send(output, make_block(make_values(5, 8), 5))
         with node.queue("small").get() as batch:
             batch.done()
-        send(output, handed(numbered(5, 8), 5))
-    assert [event.value for event in events_in(node.queue("small"))] == numbered(5, 8)
+        send(output, make_block(make_values(5, 8), 5))
+    assert [event.value for event in events_in(node.queue("small"))] == make_values(5, 8)
 
 
 def test_event_too_large_for_the_queue_raises_payload_too_large(node: Served) -> None:
-    with made(node.url, "narrow") as output, pytest.raises(PayloadTooLarge):
-        send(output, handed([b"x" * 200_000]))
+    with make_output(node.url, "narrow") as output, pytest.raises(PayloadTooLarge):
+        send(output, make_block([b"x" * 200_000]))
 
 
 def test_mistakes_that_a_person_can_correct_are_retryable(node: Served) -> None:
-    with made(node.url, "missing") as output:
+    with make_output(node.url, "missing") as output:
         with pytest.raises(RetryLater, match="missing"):
-            send(output, handed(numbered(0, 1)))
+            send(output, make_block(make_values(0, 1)))
         with pytest.raises(RetryLater, match="missing"):
             output.check()
-    with made(node.url) as output:
-        send(output, handed(numbered(0, 1), level=pa.array([1])))
+    with make_output(node.url) as output:
+        send(output, make_block(make_values(0, 1), level=pa.array([1])))
         with pytest.raises(RetryLater, match="level"):
-            send(output, handed(numbered(1, 2), level=pa.array(["one"])))
+            send(output, make_block(make_values(1, 2), level=pa.array(["one"])))
     unset = "TURNLANE_TEST_UNSET"
-    with made(node.url, token_env=unset) as output, pytest.raises(RetryLater, match=unset):
+    with make_output(node.url, token_env=unset) as output, pytest.raises(RetryLater, match=unset):
         output.check()
 
 
@@ -199,23 +199,26 @@ def test_token_and_mutual_tls_are_used(tmp_path: Path, monkeypatch: pytest.Monke
     )
     port = free_port()
     mine = certificates.client_knob()
-    with served_at(tmp_path / "data", port, (right,), secured) as there:
+    with run_node_at(tmp_path / "data", port, (right,), secured) as there:
         endpoint = f"turnlanes://127.0.0.1:{port}"
-        with made(endpoint, tls=mine, token_env="TURNLANE_TEST_TOKEN") as output:
+        with make_output(endpoint, tls=mine, token_env="TURNLANE_TEST_TOKEN") as output:
             output.check()
-            send(output, handed(numbered(0, 3)))
-        with made(endpoint, tls=mine) as output, pytest.raises(RetryLater):
-            send(output, handed(numbered(3, 4)))
+            send(output, make_block(make_values(0, 3)))
+        with make_output(endpoint, tls=mine) as output, pytest.raises(RetryLater):
+            send(output, make_block(make_values(3, 4)))
         unknown = {"ca": certificates.ca}
         with (
-            made(endpoint, tls=unknown, token_env="TURNLANE_TEST_TOKEN") as output,
+            make_output(endpoint, tls=unknown, token_env="TURNLANE_TEST_TOKEN") as output,
             pytest.raises(RetryLater),
         ):
-            send(output, handed(numbered(3, 4)))
+            send(output, make_block(make_values(3, 4)))
         missing = {"ca": tmp_path / "missing.pem"}
-        with made(endpoint, tls=missing) as output, pytest.raises(RetryLater, match="missing"):
+        with (
+            make_output(endpoint, tls=missing) as output,
+            pytest.raises(RetryLater, match="missing"),
+        ):
             output.check()
-        assert [event.value for event in events_in(there.queue("orders"))] == numbered(0, 3)
+        assert [event.value for event in events_in(there.queue("orders"))] == make_values(0, 3)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from tests.contract.harness import wait_until
 from tests.databases import mariadb_server, postgres_server
-from tests.outputs.blocks import handed, numbered
+from tests.outputs.blocks import make_block, make_values
 from tests.outputs.sql_bench import Bench
 from turnlane.databases import ErrorKind, get_delivery_error, load_dialect
 from turnlane.delivery.destination import LocalDestinationState
@@ -77,7 +77,7 @@ def test_columns_paths_and_ids_become_rows(bench: Bench) -> None:
         b"{}",
     ]
     headers = pa.array([[("team", "a"), ("x", "y")], [], None], pa.map_(pa.string(), pa.string()))
-    block = handed(
+    block = make_block(
         values,
         10,
         headers=headers,
@@ -125,7 +125,7 @@ def test_json_values_of_mixed_types_become_text(bench: Bench) -> None:
     bench.make_table("id bigint, note varchar(100)")
     values = [b'{"a": 1}', b'{"a": "two"}', b'{"a": {"b": 3}}', b'{"a": 123456789012345678901234}']
     with bench.output(columns={"id": "offset", "note": "value.a"}) as output:
-        send(output, handed(values))
+        send(output, make_block(values))
     notes = [note for _, note in bench.run("SELECT id, note FROM events ORDER BY id")]
     assert notes == ["1", "two", '{"b": 3}', "123456789012345678901234"]
 
@@ -133,17 +133,17 @@ def test_json_values_of_mixed_types_become_text(bench: Bench) -> None:
 def test_a_row_replaces_the_row_with_the_same_key(bench: Bench) -> None:
     with bench.output(key=["id"], columns={"id": "key", "note": "value"}) as output:
         keys = pa.array(["1", "2", "1"])
-        send(output, handed([b"one", b"two", b"one again"], key=keys))
+        send(output, make_block([b"one", b"two", b"one again"], key=keys))
         assert bench.run("SELECT note FROM events ORDER BY id") == [("one again",), ("two",)]
-        send(output, handed([b"two again"], key=pa.array(["2"])))
+        send(output, make_block([b"two again"], key=pa.array(["2"])))
         assert bench.run("SELECT note FROM events ORDER BY id") == [("one again",), ("two again",)]
 
 
 def test_rows_with_a_null_in_the_key_replace_no_row(bench: Bench) -> None:
     bench.make_table("id bigint UNIQUE, note varchar(20)")
     with bench.output(key=["id"], columns={"id": "key", "note": "value"}) as output:
-        send(output, handed(numbered(0, 3), key=pa.array([None, None, "1"])))
-        send(output, handed(numbered(3, 4), key=pa.array([None], pa.string())))
+        send(output, make_block(make_values(0, 3), key=pa.array([None, None, "1"])))
+        send(output, make_block(make_values(3, 4), key=pa.array([None], pa.string())))
     assert len(bench.run("SELECT id FROM events")) == 4
 
 
@@ -151,7 +151,7 @@ def test_a_table_with_only_key_columns_keeps_its_rows(bench: Bench) -> None:
     bench.make_table("id bigint PRIMARY KEY")
     with bench.output(key=["id"], columns={"id": "offset"}) as output:
         for _ in range(2):
-            send(output, handed(numbered(0, 3)))
+            send(output, make_block(make_values(0, 3)))
     assert bench.ids() == [0, 1, 2]
 
 
@@ -165,7 +165,7 @@ def test_events_that_are_sent_again_in_any_order_are_skipped(bench: Bench) -> No
     mixed = random.Random(7).sample(pieces, len(pieces))
     with bench.output(exactly_once=True) as one, bench.output(exactly_once=True) as other:
         for first, end in [*mixed[:10], again[0], *mixed[10:], *again]:
-            send(one if first % 20 else other, handed(numbered(first, end), first))
+            send(one if first % 20 else other, make_block(make_values(first, end), first))
     assert bench.ids() == list(range(200))
     assert bench.delivered() == [(0, 200)], "ranges that touch are one"
 
@@ -173,7 +173,7 @@ def test_events_that_are_sent_again_in_any_order_are_skipped(bench: Bench) -> No
 def test_scattered_offsets_are_recorded_as_separate_ranges(bench: Bench) -> None:
     """With `ordering: key`, a task has only some of the events of a range."""
     bench.make_table("id bigint, note varchar(20)")
-    whole = handed(numbered(0, 30))
+    whole = make_block(make_values(0, 30))
     with bench.output(exactly_once=True) as output:
         send(output, whole.take(pa.array([1, 2, 3, 9, 20])))
         assert bench.delivered() == [(1, 4), (9, 10), (20, 21)]
@@ -186,16 +186,16 @@ def test_scattered_offsets_are_recorded_as_separate_ranges(bench: Bench) -> None
 
 def test_queues_nodes_and_names_have_separate_records(bench: Bench) -> None:
     bench.make_table("id bigint, note varchar(20)")
-    two_nodes = handed(numbered(0, 4), partition=pa.array([0, 1, 0, 1], pa.int32()))
+    two_nodes = make_block(make_values(0, 4), partition=pa.array([0, 1, 0, 1], pa.int32()))
     with (
         bench.output(exactly_once=True) as output,
         bench.output(exactly_once=True, delivered_as="others") as other,
     ):
         for _ in range(2):
-            send(output, handed(numbered(0, 4)))
+            send(output, make_block(make_values(0, 4)))
             send(output, two_nodes)
-            send(output, handed(numbered(0, 4), queue="invoices"))
-            send(other, handed(numbered(0, 4)))
+            send(output, make_block(make_values(0, 4), queue="invoices"))
+            send(other, make_block(make_values(0, 4)))
     # The first two events of node 0 were there already; offsets 1 and 3 of node 1 were not.
     assert len(bench.ids()) == 4 + 2 + 4 + 4
 
@@ -205,7 +205,7 @@ def test_rows_are_not_written_again_after_the_answer_to_a_commit_is_lost(
 ) -> None:
     bench.make_table("id bigint, note varchar(20)")
     with bench.output(exactly_once=True) as output:
-        send(output, handed(numbered(0, 1), 100))
+        send(output, make_block(make_values(0, 1), 100))
         with output._writers.borrow() as writer:
             real = writer.transaction
 
@@ -218,19 +218,19 @@ def test_rows_are_not_written_again_after_the_answer_to_a_commit_is_lost(
         with monkeypatch.context() as patched:
             patched.setattr(writer, "transaction", lost)
             with pytest.raises(RetryLater):
-                send(output, handed(numbered(0, 10)))
-        send(output, handed(numbered(0, 10)))
+                send(output, make_block(make_values(0, 10)))
+        send(output, make_block(make_values(0, 10)))
     assert bench.ids() == [*range(10), 100]
 
 
 def test_deleted_records_raise_an_error_and_are_created_again(bench: Bench) -> None:
     """Without a row to lock, two senders would not notice each other."""
     with bench.output(exactly_once=True) as output:
-        send(output, handed(numbered(0, 3)))
+        send(output, make_block(make_values(0, 3)))
         bench.run("DELETE FROM turnlane_delivered")
         with pytest.raises(RetryLater, match="the rows of turnlane_delivered were deleted"):
-            send(output, handed(numbered(3, 6), 3))
-        send(output, handed(numbered(3, 6), 3))
+            send(output, make_block(make_values(3, 6), 3))
+        send(output, make_block(make_values(3, 6), 3))
     assert bench.ids() == list(range(6))
     assert bench.delivered() == [(3, 6)]
 
@@ -238,10 +238,10 @@ def test_deleted_records_raise_an_error_and_are_created_again(bench: Bench) -> N
 def test_rows_that_were_not_written_are_not_recorded(bench: Bench) -> None:
     with bench.output(exactly_once=True) as output:
         with pytest.raises(Never):
-            send(output, handed([b"fits", b"x" * 100]))
+            send(output, make_block([b"fits", b"x" * 100]))
         assert bench.ids() == []
         assert bench.delivered() == []
-        send(output, handed([b"fits"]))
+        send(output, make_block([b"fits"]))
     assert bench.ids() == [0]
 
 
@@ -256,7 +256,7 @@ def test_several_senders_of_the_same_events_write_them_once(bench: Bench) -> Non
         with bench.output(exactly_once=True, timeout="60s") as output:
             start.wait(60)
             for first, end in order:
-                patiently(output, handed(numbered(first, end), first))
+                patiently(output, make_block(make_values(first, end), first))
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(4)))
@@ -276,7 +276,7 @@ def patiently(output: SqlOutput, block: Block) -> None:
 
 
 def test_rows_made_by_sql_cannot_be_delivered_exactly_once() -> None:
-    block = handed(numbered(0, 2)).drop_columns(["offset"])
+    block = make_block(make_values(0, 2)).drop_columns(["offset"])
     output = Bench("sqlite:///a.db").output(exactly_once=True, columns={"note": "value"})
     with pytest.raises(RetryLater, match="no queue"):
         output.prepare(block)
@@ -285,7 +285,7 @@ def test_rows_made_by_sql_cannot_be_delivered_exactly_once() -> None:
 def test_several_rows_of_one_event_are_each_written_once(bench: Bench) -> None:
     """It does not matter which of the rows are sent again, and together with which others."""
     offsets, rows = pa.array([0, 1, 1, 1, 2]), pa.array([0, 0, 1, 2, 0])
-    block = handed(numbered(0, 5), offset=offsets, turnlane_row=rows)
+    block = make_block(make_values(0, 5), offset=offsets, turnlane_row=rows)
     bench.make_table("id varchar(40) PRIMARY KEY, note varchar(20)")
     columns = {"id": "event_id", "note": "value"}
     with bench.output(exactly_once=True, columns=columns) as output:
@@ -313,7 +313,7 @@ def test_cancel_ends_a_write_that_waits_for_a_lock(servers: dict[str, Bench], ki
 
     def write() -> None:
         try:
-            send(output, handed([b"another"]))
+            send(output, make_block([b"another"]))
         except RetryLater as error:
             failed.append(error)
 
@@ -334,7 +334,7 @@ def test_cancel_ends_a_write_that_waits_for_a_lock(servers: dict[str, Bench], ki
         wait_until(cancelled, "the write to end", 60)
         cursor.execute("ROLLBACK")
         assert failed
-        send(output, handed([b"another"]))
+        send(output, make_block([b"another"]))
     assert bench.run("SELECT note FROM events") == [("another",)]
 
 
@@ -344,33 +344,33 @@ def test_cancel_ends_a_write_that_waits_for_a_lock(servers: dict[str, Bench], ki
 @pytest.mark.parametrize(
     "block",
     [
-        handed([b"x" * 21]),
-        handed([b"again"], 1),
-        handed([b"null"], value=pa.nulls(1, pa.binary())),
-        handed([b"no number"], offset=pa.array(["one"])),
+        make_block([b"x" * 21]),
+        make_block([b"again"], 1),
+        make_block([b"null"], value=pa.nulls(1, pa.binary())),
+        make_block([b"no number"], offset=pa.array(["one"])),
     ],
     ids=["too long", "the same key", "null", "no number"],
 )
 def test_a_value_that_the_table_refuses_raises_never(bench: Bench, block: Block) -> None:
     with bench.output() as output:
-        send(output, handed([b"first"], 1))
+        send(output, make_block([b"first"], 1))
         if bench.kind == "sqlite" and block.column("offset").to_pylist() == ["one"]:
             bench.make_table("id integer, note text, CHECK (typeof(id) = 'integer')")
         with pytest.raises(Never):
             send(output, block)
-        send(output, handed([b"second"], 2))  # the connection still works
+        send(output, make_block([b"second"], 2))  # the connection still works
 
 
 def test_a_bad_event_becomes_a_dead_letter_and_all_others_are_written_once(bench: Bench) -> None:
     """The engine of a lane halves the batch until it has found the bad event."""
-    values = numbered(0, 400)
+    values = make_values(0, 400)
     values[123] = b"x" * 21
     settings = DeliverySettings.model_validate({"max_time": "60s"})
     with (
         bench.output(exactly_once=True) as output,
         Engine(output, settings, LocalDestinationState(settings)) as engine,
     ):
-        outcome = engine.deliver(handed(values))
+        outcome = engine.deliver(make_block(values))
     assert (outcome.delivered, len(outcome.deferred)) == (399, 0)
     assert [letter.numbers.tolist() for letter in outcome.dead] == [[123]]
     assert bench.ids() == [number for number in range(400) if number != 123]
@@ -391,7 +391,7 @@ def test_an_error_that_a_person_has_to_correct_is_retried(
     bench: Bench, knobs: dict[str, Any], message: str
 ) -> None:
     with bench.output(**knobs) as output, pytest.raises(RetryLater, match=message):
-        send(output, handed(numbered(0, 1)))
+        send(output, make_block(make_values(0, 1)))
 
 
 def test_an_unreachable_database_is_retried(tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ def test_an_unreachable_database_is_retried(tmp_path: Path) -> None:
             with pytest.raises(RetryLater):
                 output.check()
             with pytest.raises(RetryLater):
-                send(output, handed(numbered(0, 1)))
+                send(output, make_block(make_values(0, 1)))
 
 
 def test_a_wrong_password_is_retried(
@@ -421,7 +421,7 @@ def test_a_wrong_password_is_retried(
             output.check()
         assert "wrong" not in str(caught.value)
         monkeypatch.setenv("TURNLANE_TEST_PASSWORD", "right")
-        send(output, handed(numbered(0, 1)))
+        send(output, make_block(make_values(0, 1)))
     assert bench.ids() == [0]
 
 
@@ -433,9 +433,9 @@ def test_a_write_waits_for_a_locked_row_and_then_gives_up(bench: Bench) -> None:
         cursor.execute(begin)
         cursor.execute("UPDATE events SET note = 'locked' WHERE id = 1")
         with pytest.raises(RetryLater):
-            send(output, handed([b"new"], 1))
+            send(output, make_block([b"new"], 1))
         cursor.execute("ROLLBACK")
-        send(output, handed([b"new"], 1))
+        send(output, make_block([b"new"], 1))
     assert bench.run("SELECT note FROM events") == [("new",)]
 
 
@@ -460,14 +460,14 @@ def test_a_connection_closed_by_the_server_is_replaced(
     bench = servers[kind]
     bench.make_table()
     with bench.output() as output:
-        send(output, handed(numbered(0, 5)))
+        send(output, make_block(make_values(0, 5)))
         for (found,) in bench.run(KILL[kind]):
             if kind == "mysql":
                 bench.run(f"KILL {found}")
         wait_until(lambda: not bench.run(LEFT[kind]), "the connection to be closed", 60.0)
         with output._writers.borrow() as writer:  # an open connection, old or new
             assert writer.is_open
-        send(output, handed(numbered(5, 10), 5))
+        send(output, make_block(make_values(5, 10), 5))
     assert bench.ids() == list(range(10))
 
 
@@ -478,7 +478,7 @@ def test_a_connection_lost_in_a_transaction_leaves_no_rows(
     bench = servers[kind]
     bench.make_table("id bigint, note varchar(20)")
     with bench.output(exactly_once=True) as output:
-        send(output, handed(numbered(0, 1)))
+        send(output, make_block(make_values(0, 1)))
         with output._writers.borrow() as writer:
             real = writer.insert
 
@@ -493,14 +493,14 @@ def test_a_connection_lost_in_a_transaction_leaves_no_rows(
         with monkeypatch.context() as patched:
             patched.setattr(writer, "insert", cut)
             with pytest.raises(RetryLater):
-                send(output, handed(numbered(1, 9), 1))
-        send(output, handed(numbered(0, 9)))
+                send(output, make_block(make_values(1, 9), 1))
+        send(output, make_block(make_values(0, 9)))
     assert bench.ids() == list(range(9))
 
 
 def test_bytes_that_are_not_utf8_do_not_fit_a_text_column(bench: Bench) -> None:
     with bench.output() as output, pytest.raises(Never):
-        send(output, handed([b"\xff\xfe"]))
+        send(output, make_block([b"\xff\xfe"]))
 
 
 def test_the_last_of_two_equal_headers_is_used() -> None:
@@ -508,21 +508,23 @@ def test_the_last_of_two_equal_headers_is_used() -> None:
     kind = block_of([]).schema.field("headers").type
     twice: Any = pa.array([[("team", "a"), ("team", "b")]], kind)
     found = build_rows(
-        handed([b"x"], headers=twice), {"team": "headers.team"}, with_positions=False
+        make_block([b"x"], headers=twice), {"team": "headers.team"}, with_positions=False
     )
     assert found.columns.column("team").to_pylist() == ["b"]
 
 
 def test_bytes_in_lists_become_base64() -> None:
     parts: Any = pa.array([[b"\xff\xfe", None], None], pa.list_(pa.binary()))
-    found = build_rows(handed([b"x", b"y"], parts=parts), {"parts": "parts"}, with_positions=False)
+    found = build_rows(
+        make_block([b"x", b"y"], parts=parts), {"parts": "parts"}, with_positions=False
+    )
     assert found.columns.column("parts").to_pylist() == ['["//4=", null]', None]
 
 
 def test_invalid_json_raises_never() -> None:
     output = Bench("sqlite:///a.db").output(columns={"id": "offset", "note": "value.a"})
     with pytest.raises(Never, match="not JSON"):
-        output.prepare(handed([b"{}", b"{"]))
+        output.prepare(make_block([b"{}", b"{"]))
 
 
 def test_errors_of_postgresql_say_whether_the_events_are_the_cause() -> None:

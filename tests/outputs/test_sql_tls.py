@@ -13,7 +13,7 @@ import pytest
 
 from tests.certificates import Certificates
 from tests.databases import mariadb_server
-from tests.outputs.blocks import handed, numbered
+from tests.outputs.blocks import make_block, make_values
 from tests.outputs.sql_bench import Bench
 from turnlane.errors import RetryLater
 
@@ -34,7 +34,7 @@ def test_mariadb_accepts_mutual_tls(certificates: Certificates) -> None:
         there = Bench(url.replace("root@", "shop@"))
         with there.output(tls=mine(certificates)) as output:
             output.check()
-            output.send(output.prepare(handed(numbered(0, 3))))
+            output.send(output.prepare(make_block(make_values(0, 3))))
         assert bench.ids() == [0, 1, 2]
         for tls in ({"ca": certificates.ca}, {}, None):
             with there.output(tls=tls) as output, pytest.raises(RetryLater):

@@ -1,4 +1,4 @@
-"""Does every message arrive as it was meant, and does a receiver that is gone swallow none?"""
+"""Does every message arrive complete, and does a receiver that fails lose none?"""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from tests.certificates import Certificates
 from tests.contract.harness import wait_until
 from tests.inputs.syslog_harness import listening, port, secured, values_in
-from tests.outputs.blocks import handed, numbered
-from tests.outputs.syslog_receivers import rsyslogd_receiving
+from tests.outputs.blocks import make_block, make_values
+from tests.outputs.syslog_receivers import run_rsyslogd
 from tests.ports import free_port
 from turnlane.errors import Never, PartlyDelivered, RetryLater
 from turnlane.formats.lines import large, strung
@@ -30,13 +30,13 @@ from turnlane.outputs.syslog import SyslogOutput, SyslogOutputSettings
 DATED = "2026-11-18T11:06:40.123456Z"
 
 
-def made(address: str, **knobs: Any) -> SyslogOutput:
+def make_output(address: str, **knobs: Any) -> SyslogOutput:
     given_ = {"type": "syslog", "address": address, **knobs}
     return SyslogOutput(SyslogOutputSettings.model_validate(given_))
 
 
 def send(output: SyslogOutput, *values: bytes, **columns: Any) -> None:
-    output.send(output.prepare(handed(values, **columns)))
+    output.send(output.prepare(make_block(values, **columns)))
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ def test_rsyslogd_reads_rfc5424_over_tcp(tmp_path: Path) -> None:
         "message": pa.array(["two\nlines ü", None, ""]),
     }
     with (
-        rsyslogd_receiving(tmp_path / "rsyslog", "tcp") as received,
-        made(received.address, facility="mail", severity="notice", hostname="me") as output,
+        run_rsyslogd(tmp_path / "rsyslog", "tcp") as received,
+        make_output(received.address, facility="mail", severity="notice", hostname="me") as output,
     ):
         output.check()
         send(output, b"raw", b"no message but a value", b"raw", **columns)
@@ -81,10 +81,10 @@ def test_rsyslogd_reads_rfc5424_over_tcp(tmp_path: Path) -> None:
 
 
 def test_event_id_setting_adds_ids_to_structured_data() -> None:
-    with made("a:514", event_id="event@32473", framing="newline", hostname="me") as output:
-        data = bytes(output.prepare(handed([b"x", b"y"], 7, queue='a"]\\b')).data)
+    with make_output("a:514", event_id="event@32473", framing="newline", hostname="me") as output:
+        data = bytes(output.prepare(make_block([b"x", b"y"], 7, queue='a"]\\b')).data)
         (none,) = bytes(
-            output.prepare(handed([b"x"]).drop_columns(["partition", "offset"])).data
+            output.prepare(make_block([b"x"]).drop_columns(["partition", "offset"])).data
         ).splitlines()
     start = f"<14>1 {DATED} me turnlane - - ".encode()
     assert data.splitlines() == [
@@ -98,8 +98,8 @@ def test_event_id_setting_adds_ids_to_structured_data() -> None:
 def test_rsyslogd_reads_rfc3164(tmp_path: Path, protocol: str) -> None:
     columns = {"proc_id": pa.array(["42", None]), "app_name": pa.array(["shop", "cron"])}
     with (
-        rsyslogd_receiving(tmp_path / "rsyslog", protocol) as received,
-        made(
+        run_rsyslogd(tmp_path / "rsyslog", protocol) as received,
+        make_output(
             received.address, protocol=protocol, format="rfc3164", framing="newline", hostname="me"
         ) as output,
     ):
@@ -116,21 +116,21 @@ def test_rsyslogd_reads_rfc3164(tmp_path: Path, protocol: str) -> None:
 def test_rsyslogd_receives_over_mutual_tls(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     with (
-        rsyslogd_receiving(tmp_path / "rsyslog", "tls", certificates) as received,
-        made(received.address, protocol="tls", tls=certificates.client_knob()) as output,
+        run_rsyslogd(tmp_path / "rsyslog", "tls", certificates) as received,
+        make_output(received.address, protocol="tls", tls=certificates.client_knob()) as output,
     ):
         output.check()
-        send(output, *numbered(0, 500))
-        send(output, *numbered(500, 1000))
+        send(output, *make_values(0, 500))
+        send(output, *make_values(500, 1000))
         found = received.messages(1000)
-    assert [each["msg"].encode() for each in found] == numbered(0, 1000)
+    assert [each["msg"].encode() for each in found] == make_values(0, 1000)
 
 
 @pytest.mark.parametrize("framing", ["octet", "newline"])
 def test_raw_values_arrive_unchanged(host: Node, framing: str) -> None:
     values = [b"<11>1 - - - - - - any \xff bytes", b"and no syslog"]
     with listening(host, tcp="127.0.0.1:0", framing=framing) as source:
-        with made(f"127.0.0.1:{port(source)}", format="raw", framing=framing) as output:
+        with make_output(f"127.0.0.1:{port(source)}", format="raw", framing=framing) as output:
             send(output, values[0], b"", values[1])
         assert values_in(host.queue("main"), 2) == values
 
@@ -156,7 +156,7 @@ def test_newlines_inside_messages_are_replaced(values: list[bytes]) -> None:
 
 
 class Receiver:
-    """Accepts connections and does with each what the test says."""
+    """Accepts connections, which the test handles."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -182,28 +182,28 @@ def receiver() -> Iterator[Receiver]:
 
 
 def test_connection_is_reused_and_replaced_after_the_peer_closes_it() -> None:
-    with receiver() as peer, made(peer.address, format="raw", framing="newline") as output:
+    with receiver() as peer, make_output(peer.address, format="raw", framing="newline") as output:
         send(output, b"one")
         first = peer.accept()
         send(output, b"two")
         with first, first.makefile("rb") as stream:
             assert [stream.readline(), stream.readline()] == [b"one\n", b"two\n"]
-        # Closed without a word, as by a restart: the next batch must not go there.
+        # The receiver restarts: the next batch must not use the closed connection.
         send(output, b"three")
         with peer.accept() as second, second.makefile("rb") as stream:
             assert stream.readline() == b"three\n"
 
 
 def test_batch_is_not_lost_if_the_peer_closes_without_reading() -> None:
-    """Whether its reset comes while we send, while we wait, or after: the batch comes again."""
-    with receiver() as peer, made(peer.address, format="raw") as output:
+    """The reset may come during the send, during the wait or after it: the send fails."""
+    with receiver() as peer, make_output(peer.address, format="raw") as output:
         send(output, b"one")
         connection = peer.accept()
 
         def reset() -> None:
             connection.recv(1 << 20)
-            connection.recv(1)  # the second batch has begun
-            connection.close()  # with bytes unread: a reset
+            connection.recv(1)  # the second batch has started
+            connection.close()  # unread bytes cause a reset
 
         thread = threading.Thread(target=reset)
         thread.start()
@@ -213,8 +213,8 @@ def test_batch_is_not_lost_if_the_peer_closes_without_reading() -> None:
 
 
 def test_unconfirmed_bytes_are_not_delivered() -> None:
-    """It fits into our own buffers, and nobody reads."""
-    with receiver() as peer, made(peer.address, format="raw", timeout="500ms") as output:
+    """The batch fits into the send buffer, and the receiver does not read."""
+    with receiver() as peer, make_output(peer.address, format="raw", timeout="500ms") as output:
         peer._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with pytest.raises(RetryLater, match=r"not confirmed \d+ bytes|timed out"):
             send(output, b"x" * 300_000)
@@ -224,7 +224,7 @@ def test_unconfirmed_bytes_are_not_delivered() -> None:
 def test_without_confirm_the_send_buffer_is_enough() -> None:
     with receiver() as peer:
         peer._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        with made(peer.address, format="raw", confirm=False) as output:
+        with make_output(peer.address, format="raw", confirm=False) as output:
             send(output, b"x" * 100_000)
             peer.accept().close()
 
@@ -232,22 +232,25 @@ def test_without_confirm_the_send_buffer_is_enough() -> None:
 def test_unavailable_peer_is_retryable() -> None:
     for address in (f"127.0.0.1:{free_port()}", "no-such-host.invalid:514"):
         for protocol in ("tcp", "tls"):
-            with made(address, protocol=protocol) as output:
+            with make_output(address, protocol=protocol) as output:
                 with pytest.raises(RetryLater, match=address):
                     send(output, b"one")
                 with pytest.raises(RetryLater, match=address):
                     output.check()
-    with made("no-such-host.invalid:514", protocol="udp") as output, pytest.raises(RetryLater):
+    with (
+        make_output("no-such-host.invalid:514", protocol="udp") as output,
+        pytest.raises(RetryLater),
+    ):
         send(output, b"one")
 
 
 def test_unusable_udp_address_is_retryable() -> None:
-    with made("255.255.255.255:514", protocol="udp") as output, pytest.raises(RetryLater):
+    with make_output("255.255.255.255:514", protocol="udp") as output, pytest.raises(RetryLater):
         output.check()
 
 
 def test_udp_port_without_a_listener_is_reported() -> None:
-    with made(f"127.0.0.1:{free_port()}", protocol="udp") as output:
+    with make_output(f"127.0.0.1:{free_port()}", protocol="udp") as output:
 
         def refused() -> bool:
             try:
@@ -264,7 +267,7 @@ def test_message_too_large_for_a_datagram_does_not_stop_others() -> None:
         peer.bind(("127.0.0.1", 0))
         peer.settimeout(20)
         address = f"127.0.0.1:{peer.getsockname()[1]}"
-        with made(address, protocol="udp", format="raw") as output:
+        with make_output(address, protocol="udp", format="raw") as output:
             with pytest.raises(PartlyDelivered) as caught:
                 send(output, b"one", b"x" * 70_000, b"three")
             assert [peer.recv(100), peer.recv(100)] == [b"one", b"three"]
@@ -283,7 +286,7 @@ def test_refused_client_certificate_loses_no_batch(
         tls["cert"], tls["key"] = certificates.stranger
     with listening(host, tls=secured(certificates, mutual=True)) as source:
         address = f"127.0.0.1:{port(source, 'tls')}"
-        with made(address, protocol="tls", tls=tls) as output:
+        with make_output(address, protocol="tls", tls=tls) as output:
             with pytest.raises(RetryLater, match=address):
                 output.check()
             with pytest.raises(RetryLater, match=address):
@@ -295,15 +298,15 @@ def test_untrusted_server_gets_no_events(host: Node, tmp_path: Path) -> None:
     with listening(host, tls=secured(certificates, mutual=False)) as source:
         address = f"127.0.0.1:{port(source, 'tls')}"
         with (
-            made(address, protocol="tls") as output,
+            make_output(address, protocol="tls") as output,
             pytest.raises(RetryLater, match="certificate"),
         ):
             send(output, b"one")
-        with made(address, protocol="tls", tls={"verify": False}, format="raw") as output:
+        with make_output(address, protocol="tls", tls={"verify": False}, format="raw") as output:
             send(output, b"<14>two")
         missing = {"ca": tmp_path / "missing.pem"}
         with (
-            made(address, protocol="tls", tls=missing) as output,
+            make_output(address, protocol="tls", tls=missing) as output,
             pytest.raises(RetryLater, match=r"missing\.pem: No such file"),
         ):
             output.check()

@@ -1,4 +1,4 @@
-"""Does a queue table get every event, once, at the time that the event says?"""
+"""Does a queue table get every event once, at the time that the event says?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.databases import mariadb_server, postgres_server
-from tests.outputs.blocks import handed, numbered
+from tests.outputs.blocks import make_block, make_values
 from turnlane.errors import Never, RetryLater
 from turnlane.events import Block
 from turnlane.outputs.table import TableOutput, TableOutputSettings
@@ -61,7 +61,7 @@ class Shop:
         return [row["note"] for row in self.rows()]
 
     def now(self) -> int:
-        """The database's clock."""
+        """Return the time of the database."""
         with contextlib.closing(self.database.connect()) as connection:
             cursor = connection.cursor()
             cursor.execute(f"SELECT {self.database.dialect.now}")
@@ -69,7 +69,7 @@ class Shop:
             return found
 
     def empty(self) -> None:
-        """As if all had fired and were acked."""
+        """Delete all rows, as if all events had fired and were acked."""
         with contextlib.closing(self.database.connect()) as connection:
             connection.cursor().execute("DELETE FROM jobs")
 
@@ -108,7 +108,7 @@ def test_columns_become_a_row_that_fires_on_time(shop: Shop) -> None:
     before = time.time_ns()
     output = shop.output(columns=columns)
     output.check()
-    send(output, handed(values, 10, key=keys, headers=headers, urgency=urgency))
+    send(output, make_block(values, 10, key=keys, headers=headers, urgency=urgency))
     one, two = shop.rows()
     assert (one["customer"], one["note"], bytes(one["raw"])) == (7, "one", "ü".encode())
     assert one["fire_at"] == 4_070_952_000_000_001_000
@@ -123,21 +123,21 @@ def test_columns_become_a_row_that_fires_on_time(shop: Shop) -> None:
 
 def test_repeated_event_is_not_scheduled_again(shop: Shop) -> None:
     output = shop.output()
-    send(output, handed(numbered(0, 3)))
-    send(output, handed(numbered(0, 5)))  # as if the first answer was lost
+    send(output, make_block(make_values(0, 3)))
+    send(output, make_block(make_values(0, 5)))  # as after a lost response
     assert shop.notes() == [f"event {n}" for n in range(5)]
     named = shop.output(columns={"note": "value", "event_name": "key"})
-    send(named, handed([b"a", b"b", b"c"], 100, key=pa.array(["x", "x", None])))
-    send(named, handed([b"d", b"e"], 200, key=pa.array(["x", "y"])))
+    send(named, make_block([b"a", b"b", b"c"], 100, key=pa.array(["x", "x", None])))
+    send(named, make_block([b"d", b"e"], 200, key=pa.array(["x", "y"])))
     assert shop.notes()[5:] == ["a", "c", "e"]
 
 
 def test_event_that_has_fired_is_not_scheduled_again(shop: Shop) -> None:
     output = shop.output(exactly_once=True, delivered_as=f"test {time.time_ns()}")
-    send(output, handed(numbered(0, 3)))
+    send(output, make_block(make_values(0, 3)))
     shop.empty()
-    send(output, handed(numbered(2, 5), 2))
-    send(output, handed(numbered(0, 3), queue="another"))
+    send(output, make_block(make_values(2, 5), 2))
+    send(output, make_block(make_values(0, 3), queue="another"))
     notes = [f"event {n}" for n in (3, 4, 0, 1, 2)]
     assert shop.notes() == notes
 
@@ -155,22 +155,22 @@ def test_aborted_write_neither_schedules_nor_records(
     with monkeypatch.context() as broken:
         broken.setattr(EventInserter, "enqueue_many", cut_off)
         with pytest.raises(RetryLater, match="the connection is gone"):
-            send(output, handed(numbered(0, 3)))
+            send(output, make_block(make_values(0, 3)))
     assert shop.notes() == []
-    send(output, handed(numbered(0, 3)))
+    send(output, make_block(make_values(0, 3)))
     assert shop.notes() == ["event 0", "event 1", "event 2"]
 
 
 def test_delay_counts_from_fire_at_or_from_now(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the clock of the database: that of the node is hours ahead."""
+    """The clock of the database counts: the clock of the node is hours ahead."""
     columns = {"note": "value", "fire_at": "at"}
     output = shop.output(columns=columns, delay="1h")
     at = pa.array([10**18, None], pa.int64())
     before = shop.now()
     ahead = time.time_ns() + 9 * 3600 * 10**9
     monkeypatch.setattr(time, "time_ns", lambda: ahead)
-    send(output, handed(numbered(0, 2), at=at))
-    send(shop.output(delay="1h"), handed(numbered(2, 3), 2))
+    send(output, make_block(make_values(0, 2), at=at))
+    send(shop.output(delay="1h"), make_block(make_values(2, 3), 2))
     first, *others = [row["fire_at"] for row in shop.rows()]
     assert first == 10**18 + 3600 * 10**9
     assert all(before <= each - 3600 * 10**9 <= shop.now() for each in others)
@@ -178,15 +178,15 @@ def test_delay_counts_from_fire_at_or_from_now(shop: Shop, monkeypatch: pytest.M
 
 def test_bad_event_and_missing_table_raise_different_errors(shop: Shop) -> None:
     output = shop.output()
-    for poison in (b"much too long for that column", b"\xff"):
-        if poison[0] != 0xFF and shop.database.dialect.name == "sqlite":
-            continue  # which does not mind the length
+    for bad in (b"much too long for that column", b"\xff"):
+        if bad[0] != 0xFF and shop.database.dialect.name == "sqlite":
+            continue  # SQLite does not limit the length
         with pytest.raises(Never):
-            send(output, handed([b"good", poison]))
+            send(output, make_block([b"good", bad]))
     with pytest.raises(Never):
-        send(shop.output(columns={"note": "value.a"}), handed([b'{"b": 1}']))
+        send(shop.output(columns={"note": "value.a"}), make_block([b'{"b": 1}']))
     assert shop.notes() == []
-    send(output, handed([b"good"]))
+    send(output, make_block([b"good"]))
     with pytest.raises(RetryLater, match="takes no column 'nott'"):
         shop.output(columns={"nott": "value"}).check()
     with pytest.raises(RetryLater, match="column 'note' needs a value"):
@@ -202,7 +202,7 @@ def test_unavailable_server_is_retryable(tmp_path: Path) -> None:
     for url in ("postgresql://u@127.0.0.1:1/db", "mysql://u@127.0.0.1:1/db"):
         given = TableOutputSettings.model_validate({**settings, "url": url})
         with TableOutput(given) as output, pytest.raises(RetryLater):
-            send(output, handed([b"a"]))
+            send(output, make_block([b"a"]))
     for wrong in (
         {"url": "oracle://x"},
         {"url": "postgresql://u:secret@h/db"},
@@ -232,8 +232,8 @@ def test_each_shard_gets_its_own_events_once(tmp_path: Path) -> None:
         databases.sql("CREATE QUEUE jobs (customer BIGINT) SHARD BY (customer)")
         queue = databases.queue("jobs")
         with TableOutput(settings) as output:
-            send(output, handed(values[:20]))
-            send(output, handed(values))
+            send(output, make_block(values[:20]))
+            send(output, make_block(values))
         customers = []
         for shard in queue.map.shards:
             rows = list(queue.queue(shard).scan.read_events(EventSelection()))
@@ -243,12 +243,12 @@ def test_each_shard_gets_its_own_events_once(tmp_path: Path) -> None:
         for shard in queue.map.shards:
             queue.queue(shard).cancel(queue.queue(shard).scan.read_ids(EventSelection()))
         with TableOutput(settings) as output:
-            send(output, handed(values))  # it knows all of them
+            send(output, make_block(values))  # all of them are recorded
             queue.reshard([(f"sqlite:///{tmp_path}/c.db", "-")])
             with pytest.raises(RetryLater, match="resharded"):
-                send(output, handed(values))
-            send(output, handed(values))
-            send(output, handed([b'{"to": 99}'], 30))
+                send(output, make_block(values))
+            send(output, make_block(values))
+            send(output, make_block([b'{"to": 99}'], 30))
         (merged,) = queue.map.shards
         scanned = queue.queue(merged).scan.read_events(EventSelection())
         assert [row["customer"] for row in scanned] == [99]

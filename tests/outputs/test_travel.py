@@ -1,4 +1,4 @@
-"""Do an output's settings reach the tasks as they were given? They travel as JSON."""
+"""Do the settings of an output reach the tasks unchanged? They are sent as JSON."""
 
 from __future__ import annotations
 

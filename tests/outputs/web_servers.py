@@ -1,4 +1,4 @@
-"""A web server for outputs that does what a test tells it to, whatever is wrong with that."""
+"""A web server for tests of outputs, which behaves, or misbehaves, as a test wants."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 
 import cramjam
 
-PATIENCE = 30.0
+TIMEOUT = 30.0
 
 
 @dataclass
-class Seen:
-    """A request as the server saw it; its body is unpacked."""
+class ReceivedRequest:
+    """A request that the server received, with its body decompressed."""
 
     method: str
     path: str
@@ -30,7 +30,7 @@ class Seen:
 
 @dataclass
 class Reply:
-    """An answer."""
+    """A response."""
 
     status: int = 200
     body: bytes = b""
@@ -38,21 +38,21 @@ class Reply:
 
 
 Behaviour = Callable[["Handler"], Reply | None]
-"""Reads a request and gives the answer; ``None`` if it has dealt with the connection itself."""
+"""Reads a request and returns the response; ``None`` if it handled the connection itself."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """Handles one connection."""
 
     protocol_version = "HTTP/1.1"
     server: Server
-    timeout = PATIENCE
+    timeout = TIMEOUT
 
     def setup(self) -> None:
         super().setup()
         self.server.connections += 1
 
-    def read(self) -> Seen:
+    def read(self) -> ReceivedRequest:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         match self.headers.get("content-encoding"):
             case "gzip":
@@ -60,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
             case "zstd":
                 body = bytes(cramjam.zstd.decompress(body))
         headers = {name.lower(): value for name, value in self.headers.items()}
-        return Seen(self.command, self.path, headers, body)
+        return ReceivedRequest(self.command, self.path, headers, body)
 
     def reply(self, reply: Reply) -> None:
         self.send_response(reply.status)
@@ -72,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(reply.body)
 
     def reset(self) -> None:
-        """End the connection so that the other side is told of an error."""
+        """Reset the connection: the other side gets an error."""
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()
         self.close_connection = True
@@ -83,13 +83,13 @@ class Handler(BaseHTTPRequestHandler):
             if answer is not None:
                 self.reply(answer)
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = _answer  # noqa: N815 - as http.server has it
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = _answer  # noqa: N815 - names of http.server
 
     def log_message(self, *_: Any) -> None: ...
 
 
 class Server(ThreadingHTTPServer):
-    """Listens, remembers what it was sent, and behaves as it is told; well, by default."""
+    """Records requests. ``behave`` makes the responses; by default it accepts everything."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -98,12 +98,12 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.scheme = "http"
         self.connections = 0
-        self.seen: list[Seen] = []
-        self.behave: Behaviour = self.well
+        self.requests: list[ReceivedRequest] = []
+        self.behave: Behaviour = self.accept
         self.ended = threading.Event()
         if context is not None:
             self.scheme = "https"
-            # The handshake is left to the connection's own thread.
+            # The thread of the connection does the handshake.
             self.socket = context.wrap_socket(
                 self.socket, server_side=True, do_handshake_on_connect=False
             )
@@ -112,53 +112,53 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         return f"{self.scheme}://127.0.0.1:{self.server_address[1]}"
 
-    def well(self, handler: Handler) -> Reply:
-        self.seen.append(handler.read())
+    def accept(self, handler: Handler) -> Reply:
+        self.requests.append(handler.read())
         return Reply()
 
-    def answers(self, *replies: Reply) -> None:
-        """Give these answers, one for each request; the last one again and again."""
+    def set_replies(self, *replies: Reply) -> None:
+        """Return these responses, one for each request; repeat the last one."""
         left = list(replies)
 
         def behave(handler: Handler) -> Reply:
-            self.seen.append(handler.read())
+            self.requests.append(handler.read())
             return left.pop(0) if len(left) > 1 else left[0]
 
         self.behave = behave
 
     def hang(self, handler: Handler) -> None:
-        """Take the request and say nothing."""
-        self.seen.append(handler.read())
-        self.ended.wait(PATIENCE)
+        """Read the request and never answer."""
+        self.requests.append(handler.read())
+        self.ended.wait(TIMEOUT)
         handler.close_connection = True
 
     def reset_in_the_body(self, handler: Handler) -> None:
-        """Go away in the middle of the request."""
+        """Reset the connection in the middle of the request."""
         handler.rfile.read(10)
         handler.reset()
 
-    def vanish(self, handler: Handler) -> None:
-        """Take the request, and go away without a word."""
-        self.seen.append(handler.read())
+    def reset_after_request(self, handler: Handler) -> None:
+        """Read the request and reset the connection without an answer."""
+        self.requests.append(handler.read())
         handler.reset()
 
-    def drip(self, handler: Handler) -> None:
-        """Answer a byte at a time, never all of it."""
-        self.seen.append(handler.read())
+    def answer_slowly(self, handler: Handler) -> None:
+        """Answer one byte at a time, and never finish."""
+        self.requests.append(handler.read())
         handler.send_response(200)
         handler.send_header("Content-Length", "1000000")
         handler.end_headers()
         while not self.ended.wait(0.02):
             handler.wfile.write(b" ")
 
-    def garbage(self, handler: Handler) -> None:
-        """Say what is no HTTP."""
-        self.seen.append(handler.read())
+    def send_garbage(self, handler: Handler) -> None:
+        """Answer with bytes that are not HTTP."""
+        self.requests.append(handler.read())
         handler.wfile.write(b"\x00\xff\x17 what?\r\n\r\n")
         handler.close_connection = True
 
-    def refuse_early(self, handler: Handler) -> None:
-        """Say that it is too large before it was read."""
+    def refuse_before_reading(self, handler: Handler) -> None:
+        """Answer 413 before the request is read."""
         handler.wfile.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
         handler.wfile.flush()
         handler.connection.shutdown(socket.SHUT_WR)
@@ -171,8 +171,8 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def served(context: ssl.SSLContext | None = None, *, port: int = 0) -> Iterator[Server]:
-    """A server that listens."""
+def run_server(context: ssl.SSLContext | None = None, *, port: int = 0) -> Iterator[Server]:
+    """Run a server while the ``with`` block runs."""
     with Server(context, port) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -184,8 +184,8 @@ def served(context: ssl.SSLContext | None = None, *, port: int = 0) -> Iterator[
             thread.join()
 
 
-def unused_url() -> str:
-    """An address where nobody listens."""
+def get_unused_url() -> str:
+    """Return a URL where no server listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{free.getsockname()[1]}"

@@ -13,8 +13,7 @@ from tests.recovery.fastqueue_writer import Writer
 from tests.recovery.hooked_disk import HookedDisk, Opener, Stored
 from tests.recovery.stored import KNOBS, close
 from turnlane.queues import open_queue
-from turnlane.queues.disk import DiskQueue
-from turnlane.queues.disk_assisted import DiskAssistedQueue
+from turnlane.queues.buffered import BufferedQueue
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def queues() -> Iterator[Callable[..., Stored]]:
 
         def make(path: Path, kind: str = "disk", **knobs: Any) -> Stored:
             queue = open_queue(path=path, **KNOBS[kind] | knobs)
-            assert isinstance(queue, DiskQueue | DiskAssistedQueue)
+            assert isinstance(queue, BufferedQueue)
             opened.callback(close, queue)
             return queue
 

@@ -17,7 +17,7 @@ from turnlane.storage.fastqueue import FastQueueDirectory, FastQueueFault
 Block = tuple[int, bytes]
 
 
-def framed(value: bytes, *, snappy: bool) -> bytes:
+def encode_block(value: bytes, *, snappy: bool) -> bytes:
     data = pa.Codec("snappy").compress(value).to_pybytes() if snappy else value
     return struct.pack("<Q", len(data) | snappy << 63) + data
 
@@ -36,7 +36,7 @@ class Writer:
         return self.path / f"{position // self.chunk_size * self.chunk_size:016x}"
 
     def put(self, value: bytes, *, snappy: bool = True) -> int:
-        return self.put_raw(framed(value, snappy=snappy), value)
+        return self.put_raw(encode_block(value, snappy=snappy), value)
 
     def put_raw(self, data: bytes, value: bytes | None = None) -> int:
         """Append bytes; ``value`` is what a reader should make of them, if anything."""
@@ -84,10 +84,10 @@ def read(path: Path, start: int | None = None, batch_events: int = 1024) -> list
     return found
 
 
-def faults(path: Path) -> list[FastQueueFault]:
+def list_faults(path: Path) -> list[FastQueueFault]:
     return list(FastQueueDirectory.open(path).faults())
 
 
-def the_fault(path: Path) -> FastQueueFault:
-    (fault,) = faults(path)
+def get_only_fault(path: Path) -> FastQueueFault:
+    (fault,) = list_faults(path)
     return fault

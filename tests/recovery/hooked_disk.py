@@ -12,12 +12,10 @@ from tests.contract.harness import PATIENCE
 from turnlane.errors import EventsLost, QueueClosed
 from turnlane.events import Block
 from turnlane.queues import open_queue
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.disk import DiskQueue
-from turnlane.queues.disk_assisted import DiskAssistedQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.testing import FaultyDisk
 
-Stored = DiskQueue | DiskAssistedQueue
+Stored = BufferedQueue
 Hook = Callable[[Path | int], None]
 """Called with the file, or its descriptor, before the operation is done; may wait or raise."""
 
@@ -111,45 +109,45 @@ class Opener:
     def __init__(self) -> None:
         self.closing = contextlib.ExitStack()
 
-    def __call__(self, kind: str, **knobs: Any) -> HoldingQueue:
+    def __call__(self, kind: str, **knobs: Any) -> BufferedQueue:
         queue = open_queue(kind=kind, **knobs)
-        assert isinstance(queue, HoldingQueue)
+        assert isinstance(queue, BufferedQueue)
         self.closing.callback(_close, queue)
         return queue
 
     def stored(self, kind: str, path: Path, **knobs: Any) -> Stored:
         """Open a queue with a directory."""
         queue = self(kind, path=path, **knobs)
-        assert isinstance(queue, DiskQueue | DiskAssistedQueue)
+        assert isinstance(queue, BufferedQueue)
         return queue
 
 
-def _close(queue: HoldingQueue) -> None:
+def _close(queue: BufferedQueue) -> None:
     with contextlib.suppress(EventsLost):
         queue.close()
     assert queue.stats().ledger.adds_up, queue.stats().ledger
 
 
-def values_in(block: Block) -> list[bytes]:
+def get_block_values(block: Block) -> list[bytes]:
     """The values of a block."""
     return [value for value in block.column("value").to_pylist() if value is not None]
 
 
-def take(queue: HoldingQueue, count: int) -> list[bytes]:
+def take(queue: BufferedQueue, count: int) -> list[bytes]:
     """The next events, settled."""
     found: list[bytes] = []
     while len(found) < count:
         with queue.get(count - len(found), timeout=PATIENCE) as batch:
-            found += values_in(batch.block)
+            found += get_block_values(batch.block)
     return found
 
 
-def drained(queue: HoldingQueue) -> list[bytes]:
+def drain_queue(queue: BufferedQueue) -> list[bytes]:
     """All that is left, settled; the queue takes no more."""
     queue.finish()
     found: list[bytes] = []
     with contextlib.suppress(QueueClosed):
         while True:
             with queue.get(timeout=PATIENCE) as batch:
-                found += values_in(batch.block)
+                found += get_block_values(batch.block)
     return found

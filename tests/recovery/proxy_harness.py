@@ -12,7 +12,8 @@ import pytest
 from tests.contract.harness import PATIENCE
 from turnlane.queues import proxy
 from turnlane.queues.api import Ack, AckLevel, Queue, Transport
-from turnlane.queues.proxy import ProxyQueue
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.proxy import RemoteStorage
 from turnlane.queues.settings import QueueSettings
 from turnlane.testing import ModelNode
 
@@ -29,9 +30,11 @@ def impatience() -> Iterator[None]:
         yield
 
 
-def open_proxy(transport: Transport, *, producer_id: str | None = None, **knobs: Any) -> ProxyQueue:
+def open_proxy(
+    transport: Transport, *, producer_id: str | None = None, **knobs: Any
+) -> BufferedQueue:
     settings = QueueSettings.of(kind="proxy", **{"batch_size": 4, "batches": 4} | knobs)
-    return ProxyQueue(settings, transport, producer_id=producer_id)
+    return BufferedQueue(settings, RemoteStorage(settings, transport, producer_id=producer_id))
 
 
 class Publisher:

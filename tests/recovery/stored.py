@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.recovery.hooked_disk import Stored
 from turnlane.errors import EventsLost
-from turnlane.queues.producer import HoldingProducer
+from turnlane.queues.producer import BufferedProducer
 
 KNOBS: dict[str, dict[str, Any]] = {
     "disk": {
@@ -42,6 +42,6 @@ def values(first: int, end: int) -> list[bytes]:
     return [value(number) for number in range(first, end)]
 
 
-def publish(producer: HoldingProducer, first: int, end: int) -> None:
+def publish(producer: BufferedProducer, first: int, end: int) -> None:
     for number in range(first, end):
         producer.publish(value(number))

@@ -10,17 +10,18 @@ import pyarrow as pa
 import pytest
 
 from tests.contract.harness import PATIENCE, Task, line_up, numbered, wait_until
-from tests.recovery.hooked_disk import Opener, Stored, drained, take
+from tests.queue_internals import state_of, store_of
+from tests.recovery.hooked_disk import Opener, Stored, drain_queue, take
 from turnlane.errors import ConfigError, SchemaMismatch
 from turnlane.events import Block
 from turnlane.queues.buffer import OpenBlock
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 
 both_kinds = pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
 keeping_kinds = pytest.mark.parametrize("kind", ["memory", "disk", "disk_assisted"])
 
 
-def at(kind: str, path: Path) -> dict[str, Any]:
+def get_knobs(kind: str, path: Path) -> dict[str, Any]:
     """The knobs of a queue of this kind."""
     return {"kind": kind} if kind == "memory" else {"kind": kind, "path": path}
 
@@ -28,13 +29,13 @@ def at(kind: str, path: Path) -> dict[str, Any]:
 # Blocks
 
 
-def nested(tags: pa.DataType) -> Block:
+def build_nested_block(tags: pa.DataType) -> Block:
     """A block with a column of lists."""
     column = pa.array([["x"]]).cast(pa.list_(tags))
     return pa.record_batch({"value": pa.array([b"bad"]), "tags": column})
 
 
-def keyed(kind: pa.DataType) -> Block:
+def build_keyed_block(kind: pa.DataType) -> Block:
     """A block with a column of structures of lists."""
     inner = pa.array([["x"]]).cast(pa.list_(kind))
     column = pa.StructArray.from_arrays([inner], names=["deep"])
@@ -42,8 +43,8 @@ def keyed(kind: pa.DataType) -> Block:
 
 
 @both_kinds
-@pytest.mark.parametrize("make", [nested, keyed])
-def test_is_a_nested_dictionary_refused_at_once(
+@pytest.mark.parametrize("make", [build_nested_block, build_keyed_block])
+def test_nested_dictionary_column_is_refused_at_publish(
     opener: Opener, tmp_path: Path, kind: str, make: Any
 ) -> None:
     """What cannot be written is the fault of its publisher, who hears of it, and nobody else's."""
@@ -57,10 +58,10 @@ def test_is_a_nested_dictionary_refused_at_once(
     assert producer.publish(b"after")
     assert queue.producer().publish_block(make(pa.string())).accepted == 1
     queue.close()
-    assert drained(opener.stored(kind, tmp_path)) == [b"before", b"after", b"bad"]
+    assert drain_queue(opener.stored(kind, tmp_path)) == [b"before", b"after", b"bad"]
 
 
-def with_nulls(values: list[bytes], *, nullable: bool, extra: bool) -> Block:
+def build_nullable_block(values: list[bytes], *, nullable: bool, extra: bool) -> Block:
     """A block whose columns say whether there may be nulls in them."""
     columns: dict[str, pa.Array[Any]] = {"value": pa.array(values)}
     if extra:
@@ -71,13 +72,13 @@ def with_nulls(values: list[bytes], *, nullable: bool, extra: bool) -> Block:
 
 def is_written(queue: Stored, offset: int) -> bool:
     """Whether the writer has come this far."""
-    return queue.store.log.end >= offset
+    return store_of(queue).log.end >= offset
 
 
 @both_kinds
 @pytest.mark.parametrize("extra", [False, True])
 @pytest.mark.parametrize("together", [False, True])
-def test_may_columns_with_and_without_nulls_mix(
+def test_columns_with_and_without_nulls_can_be_mixed(
     opener: Opener, tmp_path: Path, kind: str, extra: bool, together: bool
 ) -> None:
     """Whether a column may be null is no type of its own, within a frame and across frames."""
@@ -89,13 +90,13 @@ def test_may_columns_with_and_without_nulls_mix(
     published = [b"innocent"]
     for number, nullable in enumerate([True, False, False, True]):
         values = numbered(number * 10, number * 10 + 10)
-        block = with_nulls(values, nullable=nullable, extra=extra)
+        block = build_nullable_block(values, nullable=nullable, extra=extra)
         first = queue.producer().publish_block(block).first
         published += values
         if not together:
             wait_until(partial(is_written, queue, first), "the writer")
     queue.close()
-    assert drained(opener.stored(kind, tmp_path)) == published
+    assert drain_queue(opener.stored(kind, tmp_path)) == published
 
 
 # Single events
@@ -117,11 +118,11 @@ bad_values = pytest.mark.parametrize(
 
 @keeping_kinds
 @bad_values
-def test_is_a_bad_annotation_refused_at_once(
+def test_bad_annotation_is_refused_at_publish(
     opener: Opener, tmp_path: Path, kind: str, bad: dict[str, Any]
 ) -> None:
     """A publisher who gives nonsense is told so; the events of all others are kept."""
-    queue = opener(**at(kind, tmp_path))
+    queue = opener(**get_knobs(kind, tmp_path))
     innocent = queue.producer()
     for value in numbered(0, 10):
         innocent.publish(value, severity=3)
@@ -132,8 +133,8 @@ def test_is_a_bad_annotation_refused_at_once(
         innocent.publish(value, severity=3)
     if kind != "memory":
         queue.close()
-        queue = opener(**at(kind, tmp_path))
-    assert drained(queue) == numbered(0, 20)
+        queue = opener(**get_knobs(kind, tmp_path))
+    assert drain_queue(queue) == numbered(0, 20)
 
 
 # An interrupted publish
@@ -168,17 +169,19 @@ def interruption(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return Interruption(monkeypatch, late=request.param)
 
 
-def check_consistent(queue: HoldingQueue) -> None:
+def check_consistent(queue: BufferedQueue) -> None:
     """What is counted is what is there."""
-    with queue.lock:
-        assert queue.positions.end == queue.tail.open.end
-        assert len(queue.tail.open.values) == len(queue.tail.open.timestamps)
+    with state_of(queue).lock:
+        assert state_of(queue).positions.end == state_of(queue).buffer.open.end
+        assert len(state_of(queue).buffer.open.values) == len(
+            state_of(queue).buffer.open.timestamps
+        )
     ledger = queue.stats().ledger
     assert ledger.adds_up
     assert queue.stats().size == ledger.pending
 
 
-def check_order(queue: HoldingQueue, before: list[bytes], after: list[bytes]) -> None:
+def check_order(queue: BufferedQueue, before: list[bytes], after: list[bytes]) -> None:
     """Everything comes, each event with its own key; the interrupted one may or may not."""
     events: list[tuple[bytes | None, str | None]] = []
     queue.finish()
@@ -192,7 +195,7 @@ def check_order(queue: HoldingQueue, before: list[bytes], after: list[bytes]) ->
     assert (stats.size, stats.bytes) == (0, 0)
 
 
-def publish_keyed(queue: HoldingQueue, values: list[bytes]) -> None:
+def publish_keyed(queue: BufferedQueue, values: list[bytes]) -> None:
     """Publish events whose keys say which values they belong to."""
     producer = queue.producer()
     for value in values:
@@ -201,11 +204,11 @@ def publish_keyed(queue: HoldingQueue, values: list[bytes]) -> None:
 
 @keeping_kinds
 @pytest.mark.parametrize("verb", ["publish", "try_publish"])
-def test_is_a_queue_whole_after_an_interrupted_publish(
+def test_interrupted_publish_leaves_the_queue_consistent(
     opener: Opener, tmp_path: Path, interruption: Interruption, kind: str, verb: str
 ) -> None:
     """Ctrl-C in the middle of a publish shifts no offset: every later event can be delivered."""
-    queue = opener(**at(kind, tmp_path))
+    queue = opener(**get_knobs(kind, tmp_path))
     publish_keyed(queue, numbered(0, 3))
     interruption.due = True
     with pytest.raises(KeyboardInterrupt):
@@ -219,11 +222,11 @@ def test_is_a_queue_whole_after_an_interrupted_publish(
 
 
 @both_kinds
-def test_is_what_follows_an_interrupted_publish_persisted(
+def test_events_after_an_interrupted_publish_are_persisted(
     opener: Opener, tmp_path: Path, interruption: Interruption, kind: str
 ) -> None:
     """What was promised after a Ctrl-C is there after a restart, and nothing twice."""
-    queue = opener(**at(kind, tmp_path))
+    queue = opener(**get_knobs(kind, tmp_path))
     publish_keyed(queue, numbered(0, 3))
     interruption.due = True
     with pytest.raises(KeyboardInterrupt):
@@ -234,10 +237,10 @@ def test_is_what_follows_an_interrupted_publish_persisted(
     else:
         publish_keyed(queue, [b"006"])
     queue.close()
-    check_order(opener(**at(kind, tmp_path)), numbered(0, 3), numbered(3, 7))
+    check_order(opener(**get_knobs(kind, tmp_path)), numbered(0, 3), numbered(3, 7))
 
 
-def test_is_a_consumer_spared_when_it_lets_in_a_publisher_and_is_interrupted(
+def test_interrupted_consumer_that_admits_a_publisher_loses_nothing(
     opener: Opener, interruption: Interruption
 ) -> None:
     """Whoever makes room puts in the next in line; Ctrl-C there leaves queue and line whole."""
@@ -266,15 +269,13 @@ def test_is_a_consumer_spared_when_it_lets_in_a_publisher_and_is_interrupted(
 # Settings
 
 
-def test_is_a_disk_queue_without_memory_refused(opener: Opener, tmp_path: Path) -> None:
+def test_disk_queue_without_memory_is_refused(opener: Opener, tmp_path: Path) -> None:
     """Without any memory nothing could ever be published."""
     with pytest.raises(ConfigError, match="memory_bytes"):
         opener.stored("disk", tmp_path, memory_bytes=0)
 
 
-def test_is_a_disk_queue_with_little_memory_slow_but_not_stuck(
-    opener: Opener, tmp_path: Path
-) -> None:
+def test_disk_queue_with_little_memory_is_slow_but_works(opener: Opener, tmp_path: Path) -> None:
     """However little memory a disk queue may use, events get through."""
     queue = opener.stored("disk", tmp_path, memory_bytes=1, full_timeout="5s")
     producer = queue.producer(ack="persisted")

@@ -5,24 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.contract.harness import wait_until
+from tests.queue_internals import store_of
 from turnlane.events import block_of
-from turnlane.queues.disk import DiskQueue
+from turnlane.queues import open_buffered_queue
 from turnlane.queues.settings import QueueSettings
 from turnlane.testing import FaultyDisk
 
 
-def test_is_what_was_being_written_at_close_synced_as_well(tmp_path: Path) -> None:
+def test_close_syncs_events_that_are_being_written(tmp_path: Path) -> None:
     """A job begun before the close leaves nothing unsynced behind."""
     disk = FaultyDisk()
     settings = QueueSettings.of(
         kind="disk", path=tmp_path / "queue", sync_interval="1h", write_buffer="1Mi"
     )
-    queue = DiskQueue(settings, disk=disk)
+    queue = open_buffered_queue(settings, disk=disk)
     queue.producer(ack="persisted").publish(b"the interval begins with this sync")
     writes = disk.operations["write"]
     disk.delay("write", seconds=0.3, match=".chunk")
     queue.producer().publish_block(block_of([b"x" * 1000] * 2000))
     wait_until(lambda: disk.operations["write"] > writes)
-    assert queue.store.log.end < queue.end
+    assert store_of(queue).log.end < queue.end
     queue.close()
-    assert queue.store.log.synced_end == queue.store.log.end == 2001
+    assert store_of(queue).log.synced_end == store_of(queue).log.end == 2001

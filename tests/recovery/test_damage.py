@@ -13,11 +13,11 @@ import pyarrow as pa
 import pytest
 
 from tests.conftest import IN_CI
-from tests.recovery.hooked_disk import Stored, drained, take
+from tests.recovery.hooked_disk import Stored, drain_queue, take
 from tests.recovery.stored import KNOBS, close, publish, value, values
 from turnlane.events import block_of
 from turnlane.queues import open_queue
-from turnlane.queues.disk import DiskQueue
+from turnlane.queues.buffered import BufferedQueue
 
 # Metadata in every state
 
@@ -25,7 +25,7 @@ from turnlane.queues.disk import DiskQueue
 def make_damaged_queue(path: Path) -> None:
     """A closed queue of 400 events, the first 100 settled, and some in the middle."""
     queue = open_queue(path=path, **KNOBS["disk"])
-    assert isinstance(queue, DiskQueue)
+    assert isinstance(queue, BufferedQueue)
     producer = queue.producer()
     publish(producer, 0, 199)
     publish(queue.producer(ack="persisted"), 199, 200)
@@ -49,27 +49,27 @@ def made(path: Path) -> Path:
     return path
 
 
-def journals(path: Path) -> list[Path]:
+def list_journals(path: Path) -> list[Path]:
     return [path / "journal.a", path / "journal.b"]
 
 
 def remove_journals(path: Path) -> None:
-    for journal in journals(path):
+    for journal in list_journals(path):
         journal.unlink()
 
 
 def empty_journals(path: Path) -> None:
-    for journal in journals(path):
+    for journal in list_journals(path):
         journal.write_bytes(b"")
 
 
 def garble_journals(path: Path) -> None:
-    for journal in journals(path):
+    for journal in list_journals(path):
         journal.write_bytes(b"\xa5" * 5000)
 
 
 def age_journals(path: Path) -> None:
-    for journal in journals(path):
+    for journal in list_journals(path):
         shutil.copy(path.with_name("stale") / journal.name, journal)
 
 
@@ -90,13 +90,13 @@ def garble_lock(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [remove_journals, empty_journals, garble_journals, age_journals])
-def test_does_a_queue_open_without_a_good_journal(
+def test_queue_opens_without_a_valid_journal(
     queues: Callable[..., Stored], made: Path, damage: Callable[[Path], None]
 ) -> None:
     """Then settled events may come again, but every unsettled one comes, and in order."""
     damage(made)
     queue = queues(made)
-    found = [int(each[:6]) for each in drained(queue)]
+    found = [int(each[:6]) for each in drain_queue(queue)]
     assert found == sorted(set(found))
     assert set(found) >= set(range(400)) - SETTLED
     ledger = queue.stats().ledger
@@ -106,25 +106,25 @@ def test_does_a_queue_open_without_a_good_journal(
 
 
 @pytest.mark.parametrize("damage", [remove_identity, empty_identity, garble_identity, garble_lock])
-def test_does_a_queue_open_without_a_good_identity(
+def test_queue_opens_without_a_valid_identity(
     queues: Callable[..., Stored], made: Path, damage: Callable[[Path], None]
 ) -> None:
     """The chunks know whose they are: nothing is lost and nothing comes again."""
     damage(made)
     queue = queues(made)
-    assert {int(each[:6]) for each in drained(queue)} == set(range(400)) - SETTLED
+    assert {int(each[:6]) for each in drain_queue(queue)} == set(range(400)) - SETTLED
     assert queue.stats().ledger.delivered == 400
 
 
-def test_does_a_queue_open_whose_journal_is_ahead_of_its_data(
+def test_queue_opens_with_a_journal_ahead_of_the_log(
     queues: Callable[..., Stored], made: Path
 ) -> None:
     """Events that the journal knows of and the log does not have are counted as missing."""
     stale = made.with_name("stale")
-    for journal in journals(made):
+    for journal in list_journals(made):
         shutil.copy(journal, stale / journal.name)
     queue = queues(stale)
-    found = [int(each[:6]) for each in drained(queue)]
+    found = [int(each[:6]) for each in drain_queue(queue)]
     assert found == [number for number in range(200) if number not in SETTLED]
     ledger = queue.stats().ledger
     assert ledger.adds_up
@@ -133,14 +133,14 @@ def test_does_a_queue_open_whose_journal_is_ahead_of_its_data(
     queue.close()
     again = queues(stale)
     again.producer(ack="persisted").publish(value(400))
-    assert drained(again) == [value(400)]
+    assert drain_queue(again) == [value(400)]
     assert again.low == 401
 
 
 # Damaged chunks
 
 
-def chunks(path: Path) -> list[Path]:
+def list_chunks(path: Path) -> list[Path]:
     return sorted(path.glob("*.chunk"))
 
 
@@ -150,7 +150,7 @@ def full(path: Path) -> Path:
     queue = open_queue(path=path, **KNOBS["disk"])
     publish_blocks(queue, 0, 300)
     queue.close()
-    assert len(chunks(path)) >= 8
+    assert len(list_chunks(path)) >= 8
     return path
 
 
@@ -162,7 +162,7 @@ def publish_blocks(queue: Any, first: int, end: int) -> None:
 
 def check_rest(queue: Stored, accepted: int = 300) -> dict[str, int]:
     """Everything comes in order but what is counted as lost; returns how much, by reason."""
-    found = [int(each[:6]) for each in drained(queue)]
+    found = [int(each[:6]) for each in drain_queue(queue)]
     assert found == sorted(set(found))
     ledger = queue.stats().ledger
     assert ledger.adds_up
@@ -173,35 +173,35 @@ def check_rest(queue: Stored, accepted: int = 300) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("which", [0, 3, -1])
-def test_does_a_queue_open_without_a_chunk(
+def test_queue_opens_with_a_missing_chunk(
     queues: Callable[..., Stored], full: Path, which: int
 ) -> None:
     """Its events are counted as missing, all others are delivered."""
-    gone = chunks(full)[which]
-    ends = [*(int(each.stem, 16) for each in chunks(full)), 300]
+    gone = list_chunks(full)[which]
+    ends = [*(int(each.stem, 16) for each in list_chunks(full)), 300]
     first = int(gone.stem, 16)
     lost = next(end for end in ends if end > first) - first
     gone.unlink()
     assert check_rest(queues(full)) == {"missing": lost}
 
 
-def flip(path: Path, byte: int, bit: int) -> None:
+def flip_bit(path: Path, byte: int, bit: int) -> None:
     data = bytearray(path.read_bytes())
     data[byte] ^= 1 << bit
     path.write_bytes(data)
 
 
 @pytest.mark.parametrize("which", [0, 4, -1])
-def test_does_a_queue_survive_a_flipped_bit_anywhere(
+def test_flipped_bit_anywhere_costs_at_most_one_frame(
     queues: Callable[..., Stored], full: Path, tmp_path: Path, which: int
 ) -> None:
     """Wherever in a chunk it is, it costs a frame, at worst that chunk, and is counted and kept."""
-    target = chunks(full)[which]
+    target = list_chunks(full)[which]
     size = target.stat().st_size
     for number, byte in enumerate(range(0, size, size // (60 if IN_CI else 12))):
         copy = tmp_path / f"copy{number}"
         shutil.copytree(full, copy)
-        flip(copy / target.name, byte, number % 8)
+        flip_bit(copy / target.name, byte, number % 8)
         queue = queues(copy)
         lost = check_rest(queue)
         assert sum(lost.values()) <= 40
@@ -213,15 +213,15 @@ def test_does_a_queue_survive_a_flipped_bit_anywhere(
 
 
 @pytest.mark.parametrize("which", [0, 3, -1])
-def test_is_a_chunk_of_another_queue_left_alone(
+def test_chunk_of_another_queue_is_set_aside_unchanged(
     queues: Callable[..., Stored], full: Path, tmp_path: Path, which: int
 ) -> None:
     """In the place of one of ours, it counts as missing; it is put aside and never delivered."""
     other = queues(tmp_path / "other")
     publish_blocks(other, 1000, 1010)
     other.close()
-    foreign = chunks(tmp_path / "other")[0]
-    target = chunks(full)[which]
+    foreign = list_chunks(tmp_path / "other")[0]
+    target = list_chunks(full)[which]
     shutil.copy(foreign, target)
     queue = queues(full)
     lost = check_rest(queue)
@@ -231,11 +231,11 @@ def test_is_a_chunk_of_another_queue_left_alone(
 
 @pytest.mark.parametrize("which", [0, 3, -1])
 @pytest.mark.parametrize("signed", [False, True])
-def test_is_a_length_of_two_exabytes_not_believed(
+def test_length_of_two_exabytes_allocates_nothing(
     queues: Callable[..., Stored], full: Path, which: int, signed: bool
 ) -> None:
     """Even with a checksum that holds, it costs no memory and no more than its chunk."""
-    target = chunks(full)[which]
+    target = list_chunks(full)[which]
     data = bytearray(target.read_bytes())
     schema = struct.unpack_from("<Q", data)[0] & (1 << 62) - 1
     at = 32 + schema + -schema % 8

@@ -17,7 +17,8 @@ import pytest
 
 from tests.conftest import skip_or_fail
 from tests.contract.harness import PATIENCE, Acks, Task, assert_never, wait_until
-from tests.recovery.hooked_disk import Stored, drained, take, values_in
+from tests.queue_internals import store_of
+from tests.recovery.hooked_disk import Stored, drain_queue, get_block_values, take
 from tests.recovery.stored import KNOBS, publish, value, values
 from turnlane.errors import (
     AckNotStored,
@@ -43,7 +44,7 @@ both_kinds = pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
 # A full disk
 
 
-def test_is_a_full_disk_a_full_queue(
+def test_full_disk_makes_the_queue_full(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
     """Publishers are turned away or wait, and come in by themselves when there is space again."""
@@ -60,7 +61,7 @@ def test_is_a_full_disk_a_full_queue(
     wait_until(lambda: queue.stats().blocked_publishers == 1, "the blocked publisher")
     disk.unfill()
     assert blocked.result()
-    found = drained(queue)
+    found = drain_queue(queue)
     assert found == [value(0), *[value(999)] * (accepted - 1), value(777)]
 
 
@@ -74,7 +75,7 @@ def large_block(events: int) -> pa.RecordBatch:
 
 
 @both_kinds
-def test_is_a_block_that_is_larger_than_the_space_left_written_in_parts(
+def test_block_larger_than_the_free_space_is_written_in_parts(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk, kind: str
 ) -> None:
     """What fits is on disk, and the rest follows when there is space again."""
@@ -83,14 +84,14 @@ def test_is_a_block_that_is_larger_than_the_space_left_written_in_parts(
     disk.fill(after_bytes=5 << 20)
     queue.producer().publish_block(large_block(100))
     wait_until(lambda: queue.stats().disk_full > 0, "the full disk")
-    written = queue.store.log.end
+    written = store_of(queue).log.end
     assert 32 <= written < 80
     disk.unfill()
-    wait_until(lambda: queue.store.log.end == 100, "the rest")
-    assert len(drained(queue)) == 100
+    wait_until(lambda: store_of(queue).log.end == 100, "the rest")
+    assert len(drain_queue(queue)) == 100
 
 
-def test_of_a_numbered_block_written_in_parts_only_the_rest_is_new_after_a_kill(
+def test_kill_between_parts_of_a_numbered_block_accepts_only_the_rest_again(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
     """Each part has its own number with it."""
@@ -106,10 +107,10 @@ def test_of_a_numbered_block_written_in_parts_only_the_rest_is_new_after_a_kill(
     assert written >= 32
     sent = again.producer(producer_id="me").publish_block(large_block(100), sequence=7)
     assert (sent.repeated, sent.accepted) == (written, 100 - written)
-    assert values_in(large_block(100)) == drained(again)
+    assert get_block_values(large_block(100)) == drain_queue(again)
 
 
-def test_does_acking_make_space(
+def test_acks_free_space_on_a_full_disk(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
     """Nobody cleans up but the consumer: chunks go, even the one being written, and it goes on."""
@@ -124,7 +125,7 @@ def test_does_acking_make_space(
     assert queue.stats().ledger.delivered == 1000
 
 
-def test_does_a_full_disk_let_go_of_the_chunk_being_written(
+def test_full_disk_releases_the_chunk_being_written_once_settled(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
     """With everything in it settled, the only chunk is deleted to make room for the next event."""
@@ -139,7 +140,7 @@ def test_does_a_full_disk_let_go_of_the_chunk_being_written(
     assert take(queue, 1) == [value(50)]
 
 
-def test_is_a_disk_assisted_queue_on_a_full_disk_a_memory_queue(
+def test_disk_assisted_queue_on_a_full_disk_works_in_memory(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
     """It takes what fits its memory, then it is full; what is read makes room."""
@@ -157,11 +158,11 @@ def test_is_a_disk_assisted_queue_on_a_full_disk_a_memory_queue(
     assert not producer.try_publish(value(999))
     disk.unfill()
     publish(producer, 150, 400)
-    assert drained(queue) == values(50, 400)
+    assert drain_queue(queue) == values(50, 400)
 
 
 @contextlib.contextmanager
-def mounted(path: Path, size: str) -> Iterator[Path]:
+def mount_small_file_system(path: Path, size: str) -> Iterator[Path]:
     """A file system of its own, where that is allowed."""
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "turnlane-test", str(path)]
@@ -178,11 +179,11 @@ def mounted(path: Path, size: str) -> Iterator[Path]:
 
 
 @both_kinds
-def test_does_a_queue_survive_a_real_full_file_system(
+def test_queue_survives_a_real_full_file_system(
     queues: Callable[..., Stored], tmp_path: Path, kind: str
 ) -> None:
     """On four megabytes, twelve pass through in order while the disk is full again and again."""
-    with mounted(tmp_path / "small", "4m") as small:
+    with mount_small_file_system(tmp_path / "small", "4m") as small:
         queue = queues(small / "queue", kind, chunk_size="256Ki")
         producer = queue.producer()
         block = [b"%06d" % number + bytes(1000) for number in range(200)]
@@ -208,7 +209,7 @@ def test_does_a_queue_survive_a_real_full_file_system(
 
 @pytest.mark.parametrize("times", [1, 2, 5])
 @pytest.mark.parametrize("op", ["sync", "write"])
-def test_does_a_queue_get_over_a_failing_disk(
+def test_queue_recovers_from_a_failing_disk(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk, op: str, times: int
 ) -> None:
     """Errors are retried until all is written; acks come then, once and complete."""
@@ -222,11 +223,11 @@ def test_does_a_queue_get_over_a_failing_disk(
     acks.wait_for(60)
     assert queue.stats().disk_errors >= times
     queue.close()
-    assert drained(queues(path)) == values(0, 60)
+    assert drain_queue(queues(path)) == values(0, 60)
 
 
 @pytest.mark.parametrize("op", ["sync", "write"])
-def test_is_nothing_acked_while_the_disk_fails(
+def test_failing_disk_acks_nothing(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk, op: str
 ) -> None:
     """No ack comes before the disk has really taken the events, and it comes by itself then."""
@@ -243,7 +244,7 @@ def test_is_nothing_acked_while_the_disk_fails(
 
 @pytest.mark.parametrize("durability", ["always", "interval"])
 @pytest.mark.parametrize("op", ["sync", "write"])
-def test_does_close_say_that_the_disk_never_took_it(
+def test_close_reports_events_that_were_never_written(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk, op: str, durability: str
 ) -> None:
     """A close that could not store everything raises; nothing was acked, and the ledger knows."""
@@ -259,10 +260,12 @@ def test_does_close_say_that_the_disk_never_took_it(
     assert queue.stats().ledger.adds_up
     again = queues(path)
     assert again.stats().ledger.accepted == queue.stats().ledger.accepted
-    assert drained(again) == values(lost, 3), "what was written, though not synced, is still there"
+    assert drain_queue(again) == values(lost, 3), (
+        "what was written, though not synced, is still there"
+    )
 
 
-def test_does_close_say_that_a_later_sync_failed(
+def test_close_reports_a_failed_sync(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
     """Also events that were written long ago are not safe before they were synced."""
@@ -277,7 +280,7 @@ def test_does_close_say_that_a_later_sync_failed(
         queue.close()
 
 
-def test_is_a_torn_write_written_again(
+def test_torn_write_is_repeated(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
     """Half a frame is cut off before the whole one is written."""
@@ -290,13 +293,13 @@ def test_is_a_torn_write_written_again(
     queue.close()
     again = queues(path)
     expected = [value(5 + keep) for keep in (0, 1, 31, 32, 33, 100, 150)]
-    assert drained(again) == values(0, 5) + expected
+    assert drain_queue(again) == values(0, 5) + expected
     assert again.stats().quarantined == 0
 
 
 @both_kinds
 @pytest.mark.parametrize("op", ["write", "sync"])
-def test_does_a_busy_queue_get_over_errors_here_and_there(
+def test_busy_queue_survives_scattered_disk_errors(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk, kind: str, op: str
 ) -> None:
     """Under load with many failures, on whatever file, nothing is lost, doubled or reordered."""
@@ -308,14 +311,14 @@ def test_does_a_busy_queue_get_over_errors_here_and_there(
     found: list[bytes] = []
     while len(found) < 1000:
         batch = queue.get(20, timeout=PATIENCE)
-        found += values_in(batch.block)
-        done(batch.done)
+        found += get_block_values(batch.block)
+        settle_batch(batch.done)
     publishing.result()
     queue.close()
-    assert found + drained(queues(path, kind)) == values(0, 2000)
+    assert found + drain_queue(queues(path, kind)) == values(0, 2000)
 
 
-def done(settle: Callable[[], None]) -> None:
+def settle_batch(settle: Callable[[], None]) -> None:
     """Settle a batch, as often as it takes."""
     for _ in range(100):
         try:
@@ -326,7 +329,7 @@ def done(settle: Callable[[], None]) -> None:
     raise AssertionError("the ack is never stored")
 
 
-def test_do_waiting_publishers_share_a_slow_sync(
+def test_waiting_publishers_share_one_slow_sync(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
     """Twenty publishers that wait for the disk need few more syncs than one."""
@@ -341,10 +344,10 @@ def test_do_waiting_publishers_share_a_slow_sync(
     for task in tasks:
         task.result()
     assert queue.stats().syncs <= 200 / 5
-    assert sorted(drained(queue)) == values(0, 200)
+    assert sorted(drain_queue(queue)) == values(0, 200)
 
 
-def test_is_a_batch_still_ours_when_done_fails(
+def test_failed_done_leaves_the_batch_with_the_consumer(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
     """done() that could not be recorded says so, changes nothing, and can be called again."""
@@ -364,10 +367,10 @@ def test_is_a_batch_still_ours_when_done_fails(
     batch.done()
     acks.wait_for(10)
     queue.close()
-    assert drained(queues(path)) == [value(10)]
+    assert drain_queue(queues(path)) == [value(10)]
 
 
-def test_may_a_batch_be_released_when_done_fails(
+def test_batch_can_be_released_after_done_failed(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
     """After a failed done() the other verbs work, too."""
@@ -380,7 +383,7 @@ def test_may_a_batch_be_released_when_done_fails(
     batch.release()
     again = queue.get(10)
     assert again.attempt == 2
-    assert values_in(again.block) == values(0, 10)
+    assert get_block_values(again.block) == values(0, 10)
 
 
 # A directory that cannot be had
@@ -388,7 +391,9 @@ def test_may_a_batch_be_released_when_done_fails(
 
 @both_kinds
 @pytest.mark.parametrize("op", ["open", "write", "rename", "allocate"])
-def test_is_an_unwritable_disk_named(path: Path, disk: FaultyDisk, kind: str, op: str) -> None:
+def test_unwritable_directory_is_named_in_the_error(
+    path: Path, disk: FaultyDisk, kind: str, op: str
+) -> None:
     """A read-only disk is told with the directory's path, whatever step meets it first."""
     disk.fail(op, error=errno.EROFS, times=None)
     with pytest.raises(DirectoryUnusable, match=str(path)):
@@ -396,11 +401,11 @@ def test_is_an_unwritable_disk_named(path: Path, disk: FaultyDisk, kind: str, op
 
 
 @both_kinds
-def test_is_a_real_read_only_file_system_named(
+def test_read_only_file_system_is_named_in_the_error(
     queues: Callable[..., Stored], tmp_path: Path, kind: str
 ) -> None:
     """The same, for a new queue and for one that was written before."""
-    with mounted(tmp_path / "small", "4m") as small:
+    with mount_small_file_system(tmp_path / "small", "4m") as small:
         queue = queues(small / "old", kind)
         publish(queue.producer(), 0, 10)
         queue.close()
@@ -410,12 +415,14 @@ def test_is_a_real_read_only_file_system_named(
                 queues(small / name, kind)
         subprocess.run(["mount", "-o", "remount,rw", str(small)], check=True)
         again = queues(small / "old", kind)
-        assert drained(again) == values(0, 10)
+        assert drain_queue(again) == values(0, 10)
         again.close()
 
 
 @both_kinds
-def test_is_a_second_process_kept_out(queues: Callable[..., Stored], path: Path, kind: str) -> None:
+def test_second_process_cannot_open_the_queue(
+    queues: Callable[..., Stored], path: Path, kind: str
+) -> None:
     """While a process has the queue, another is told which one; afterwards it may have it."""
     knobs = json.dumps({**KNOBS[kind], "path": str(path)})
     program = f"""
@@ -441,7 +448,7 @@ with open_queue(**json.loads({knobs!r})):
 
 
 @both_kinds
-def test_does_a_clock_that_jumps_change_only_timestamps(
+def test_jumping_clock_changes_only_timestamps(
     queues: Callable[..., Stored], path: Path, kind: str
 ) -> None:
     """Years forwards or back: events carry what the clock said; order and ledger do not care."""
@@ -459,7 +466,7 @@ def test_does_a_clock_that_jumps_change_only_timestamps(
     seen: list[bytes] = []
     while len(seen) < 60:
         with again.get(7, timeout=PATIENCE) as batch:
-            seen += values_in(batch.block)
+            seen += get_block_values(batch.block)
             stamps = batch.block.column("timestamp").cast(pa.int64()).to_pylist()
             found += [stamp for stamp in stamps if stamp is not None]
     assert seen == values(0, 60)
@@ -482,7 +489,7 @@ class CountingDisk(Disk):
         return found
 
 
-def test_does_opening_cost_the_same_whatever_is_stored(
+def test_opening_costs_the_same_for_any_amount_of_data(
     queues: Callable[..., Stored], tmp_path: Path
 ) -> None:
     """Twenty times the data, and opening reads no more of it."""

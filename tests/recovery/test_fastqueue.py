@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recovery.fastqueue_writer import Writer, faults, read, the_fault
+from tests.recovery.fastqueue_writer import Writer, get_only_fault, list_faults, read
 from turnlane.errors import NotAQueue
 from turnlane.storage import fastqueue
 from turnlane.storage.disk_io import Disk
@@ -22,7 +22,7 @@ def test_version_2_is_read(writer: Writer) -> None:
         writer.put(b"block-%d " % number * 50)
     writer.metadata(entry_count=20, total_bytes=9000)
     assert read(writer.path) == writer.blocks
-    assert faults(writer.path) == []
+    assert list_faults(writer.path) == []
     assert FastQueueDirectory.open(writer.path).metadata == FastQueueMetadata(
         version=2,
         reader_offset=0,
@@ -40,27 +40,27 @@ def test_version_1_is_read_and_has_no_counts(writer: Writer) -> None:
     assert metadata is not None
     assert (metadata.version, metadata.entry_count, metadata.total_bytes) == (1, None, None)
     assert read(writer.path) == [(0, b"old")]
-    assert faults(writer.path) == []
+    assert list_faults(writer.path) == []
 
 
-def test_version_2_leaves_counts_of_zero_out(writer: Writer) -> None:
+def test_version_2_without_counts_means_zero(writer: Writer) -> None:
     writer.metadata()
     metadata = FastQueueDirectory.open(writer.path).metadata
     assert metadata is not None
     assert (metadata.entry_count, metadata.total_bytes) == (0, 0)
     assert read(writer.path) == []
-    assert faults(writer.path) == []
+    assert list_faults(writer.path) == []
 
 
-def test_plain_and_snappy_blocks_may_follow_each_other(writer: Writer) -> None:
+def test_plain_and_snappy_blocks_can_be_mixed(writer: Writer) -> None:
     for number in range(40):
         writer.put(bytes([number]) * 300, snappy=number % 3 == 0)
     writer.metadata()
     assert read(writer.path) == writer.blocks
-    assert faults(writer.path) == []
+    assert list_faults(writer.path) == []
 
 
-def test_snappy_as_go_writes_it(writer: Writer) -> None:
+def test_snappy_data_written_by_go_is_read(writer: Writer) -> None:
     """Bytes by hand: a literal, then a copy of 11 bytes from 1 back, in the raw format."""
     data = bytes([12, 0 << 2, ord("a"), (11 - 4) << 2 | 1, 1])
     writer.put_raw(struct.pack("<Q", len(data) | 1 << 63) + data, b"a" * 12)
@@ -68,7 +68,7 @@ def test_snappy_as_go_writes_it(writer: Writer) -> None:
     assert read(writer.path) == [(0, b"a" * 12)]
 
 
-def test_positions_jump_from_chunk_to_chunk(small_chunks: Writer) -> None:
+def test_positions_continue_at_the_start_of_the_next_chunk(small_chunks: Writer) -> None:
     writer = small_chunks
     for number in range(30):
         writer.put(b"%03d" % number * 30, snappy=False)
@@ -76,10 +76,10 @@ def test_positions_jump_from_chunk_to_chunk(small_chunks: Writer) -> None:
     chunks = sorted(path.name for path in writer.path.glob("0*"))
     assert chunks[:3] == ["0000000000000000", "0000000000000400", "0000000000000800"]
     assert read(writer.path) == writer.blocks
-    assert faults(writer.path) == []
+    assert list_faults(writer.path) == []
 
 
-def test_source_names_the_chunk(small_chunks: Writer) -> None:
+def test_source_is_the_name_of_the_chunk(small_chunks: Writer) -> None:
     small_chunks.put(b"a" * 1000, snappy=False)
     small_chunks.put(b"b" * 1000, snappy=False)
     small_chunks.metadata()
@@ -88,16 +88,16 @@ def test_source_names_the_chunk(small_chunks: Writer) -> None:
     assert batch.column("timestamp").null_count == 2
 
 
-def test_a_block_larger_than_a_chunk_runs_on(small_chunks: Writer) -> None:
+def test_block_larger_than_a_chunk_is_read(small_chunks: Writer) -> None:
     writer = small_chunks
     for size in (1500, 200, 200, 900, 3000, 10):
         writer.put(b"x" * size, snappy=False)
     writer.metadata()
     assert read(writer.path) == writer.blocks
-    assert faults(writer.path) == []
+    assert list_faults(writer.path) == []
 
 
-def test_a_restart_after_a_large_block_leaves_zeros_that_are_no_blocks(
+def test_zeros_left_by_a_restart_after_a_large_block_are_skipped(
     small_chunks: Writer,
 ) -> None:
     writer = small_chunks
@@ -107,10 +107,10 @@ def test_a_restart_after_a_large_block_leaves_zeros_that_are_no_blocks(
     writer.metadata()
     assert (writer.path / "0000000000000400").read_bytes()[:484] == bytes(484)
     assert read(writer.path) == writer.blocks
-    assert faults(writer.path) == []
+    assert list_faults(writer.path) == []
 
 
-def test_batches_are_bounded_by_events_and_by_bytes(
+def test_batches_are_limited_by_events_and_bytes(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(10):
@@ -132,10 +132,10 @@ def test_reading_starts_at_the_reader_offset(small_chunks: Writer) -> None:
     for index in (1, 9, 10, 17, 29):
         writer.metadata(reader=writer.blocks[index][0])
         assert read(writer.path) == writer.blocks[index:]
-        assert faults(writer.path) == []
+        assert list_faults(writer.path) == []
 
 
-def test_a_start_overrides_the_reader_offset(writer: Writer) -> None:
+def test_start_overrides_the_reader_offset(writer: Writer) -> None:
     for number in range(10):
         writer.put(b"%d" % number)
     writer.metadata(reader=writer.blocks[7][0])
@@ -144,31 +144,31 @@ def test_a_start_overrides_the_reader_offset(writer: Writer) -> None:
     assert read(writer.path, start=writer.position) == []
 
 
-def test_a_start_within_a_block_gives_the_whole_block(writer: Writer) -> None:
+def test_start_within_a_block_returns_the_whole_block(writer: Writer) -> None:
     for number in range(10):
         writer.put(b"%d" % number * 20, snappy=False)
     inside = writer.blocks[4][0] + 3
     writer.metadata(reader=inside)
     assert read(writer.path) == writer.blocks[4:]
-    assert the_fault(writer.path).what == f"reader_offset {inside} is within the block at 112"
+    assert get_only_fault(writer.path).what == f"reader_offset {inside} is within the block at 112"
 
 
-def test_a_reader_at_the_end_has_nothing_unread(writer: Writer) -> None:
+def test_reader_offset_at_the_end_leaves_nothing_unread(writer: Writer) -> None:
     writer.put(b"done")
     writer.metadata(reader=writer.position)
     assert read(writer.path) == []
-    assert faults(writer.path) == []
+    assert list_faults(writer.path) == []
 
 
 # Metadata that cannot be relied upon.
 
 
-def test_without_metadata_everything_is_unread(writer: Writer) -> None:
+def test_missing_metadata_makes_everything_unread(writer: Writer) -> None:
     writer.put(b"a")
     writer.put(b"b")
     assert FastQueueDirectory.open(writer.path).metadata is None
     assert read(writer.path) == writer.blocks
-    fault = the_fault(writer.path)
+    fault = get_only_fault(writer.path)
     assert fault.file == writer.path / "fastqueue.meta"
     assert fault.what == "is missing; everything counts as unread"
 
@@ -192,54 +192,54 @@ def test_without_metadata_everything_is_unread(writer: Writer) -> None:
     ],
     ids=lambda content: repr(content[:24]),
 )
-def test_with_unusable_metadata_everything_is_unread(writer: Writer, content: bytes) -> None:
+def test_invalid_metadata_makes_everything_unread(writer: Writer, content: bytes) -> None:
     writer.put(b"a")
     (writer.path / "fastqueue.meta").write_bytes(content)
     assert FastQueueDirectory.open(writer.path).metadata is None
     assert read(writer.path) == [(0, b"a")]
-    assert the_fault(writer.path).file == writer.path / "fastqueue.meta"
+    assert get_only_fault(writer.path).file == writer.path / "fastqueue.meta"
 
 
-def test_a_writer_offset_ahead_of_the_data_is_told(writer: Writer) -> None:
+def test_writer_offset_ahead_of_the_data_is_a_fault(writer: Writer) -> None:
     writer.put(b"a" * 100, snappy=False)
     writer.metadata(writer=5000)
     assert read(writer.path) == writer.blocks
-    fault = the_fault(writer.path)
+    fault = get_only_fault(writer.path)
     assert fault.what == "writer_offset 5000 is ahead of the data, which ends at 108"
 
 
-def test_data_beyond_the_writer_offset_is_read_and_told(writer: Writer) -> None:
+def test_data_after_the_writer_offset_is_read_and_is_a_fault(writer: Writer) -> None:
     writer.put(b"a")
     writer.put(b"b")
     writer.metadata(writer=writer.blocks[1][0])
     assert read(writer.path) == writer.blocks
-    assert "behind the data" in the_fault(writer.path).what
+    assert "behind the data" in get_only_fault(writer.path).what
 
 
-def test_a_reader_offset_ahead_of_the_data_gives_nothing_and_is_told(writer: Writer) -> None:
+def test_reader_offset_ahead_of_the_data_returns_nothing_and_is_a_fault(writer: Writer) -> None:
     writer.put(b"a" * 100, snappy=False)
     writer.metadata(reader=4000, writer=4000)
     assert read(writer.path) == []
     assert read(writer.path, start=0) == writer.blocks
-    assert [fault.what for fault in faults(writer.path)] == [
+    assert [fault.what for fault in list_faults(writer.path)] == [
         "reader_offset 4000 is ahead of the data, which ends at 108",
         "writer_offset 4000 is ahead of the data, which ends at 108",
     ]
 
 
-def test_a_reader_offset_whose_chunk_is_gone_is_told(small_chunks: Writer) -> None:
+def test_reader_offset_without_its_chunk_is_a_fault(small_chunks: Writer) -> None:
     for _ in range(3):
         small_chunks.put(b"x" * 900, snappy=False)
     small_chunks.metadata(reader=0)
     (small_chunks.path / "0000000000000000").unlink()
     assert read(small_chunks.path) == small_chunks.blocks[1:]
-    assert the_fault(small_chunks.path).what == "reader_offset 0 is in no chunk"
+    assert get_only_fault(small_chunks.path).what == "reader_offset 0 is in no chunk"
 
 
-def test_metadata_that_contradicts_itself_or_is_of_the_future_is_told(writer: Writer) -> None:
+def test_contradictory_or_newer_metadata_is_a_fault(writer: Writer) -> None:
     writer.put(b"a" * 100, snappy=False)
     writer.metadata(reader=108, writer=0, version=7)
-    assert [fault.what for fault in faults(writer.path)] == [
+    assert [fault.what for fault in list_faults(writer.path)] == [
         "version 7 is not known; read as version 2",
         "reader_offset 108 is ahead of writer_offset 0",
         "writer_offset 0 is behind the data, which ends at 108",
@@ -258,7 +258,7 @@ class BadSector(Disk):
         return super().open(path, write=False)
 
 
-def test_a_chunk_that_cannot_be_opened_is_told_and_the_others_are_read(
+def test_unreadable_chunk_is_a_fault_and_others_are_read(
     small_chunks: Writer,
 ) -> None:
     for _ in range(3):
@@ -270,7 +270,7 @@ def test_a_chunk_that_cannot_be_opened_is_told_and_the_others_are_read(
     assert fault.what == "cannot be read: Input/output error"
 
 
-def test_nothing_in_the_directory_changes(writer: Writer) -> None:
+def test_reading_changes_nothing_in_the_directory(writer: Writer) -> None:
     writer.put(b"a")
     writer.put_raw(b"torn")
     writer.metadata()
@@ -283,11 +283,11 @@ def test_nothing_in_the_directory_changes(writer: Writer) -> None:
 
     before = snapshot()
     read(writer.path)
-    faults(writer.path)
+    list_faults(writer.path)
     assert snapshot() == before
 
 
-def test_fastqueue_directories_are_recognised(tmp_path: Path) -> None:
+def test_fastqueue_directory_is_recognised_by_its_file_names(tmp_path: Path) -> None:
     only_metadata, only_chunk = tmp_path / "metadata", tmp_path / "chunk"
     only_metadata.mkdir()
     (only_metadata / "fastqueue.meta").touch()

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.recovery.fastqueue_writer import Writer, faults, framed, read, the_fault
+from tests.recovery.fastqueue_writer import Writer, encode_block, get_only_fault, list_faults, read
 from turnlane.storage import fastqueue
 from turnlane.storage.fastqueue import FastQueueDirectory, FastQueueFault
 
 # Damage in the chunks.
 
 
-def test_a_torn_last_block_is_told_and_the_rest_is_read(writer: Writer) -> None:
+def test_torn_last_block_is_a_fault_and_the_rest_is_read(writer: Writer) -> None:
     for number in range(5):
         writer.put(b"%d" % number * 50, snappy=False)
     chunk, last = writer.chunk(0), writer.blocks[4][0]
@@ -25,13 +25,13 @@ def test_a_torn_last_block_is_told_and_the_rest_is_read(writer: Writer) -> None:
         chunk.write_bytes(content[:size])
         writer.metadata(writer=size)
         assert read(writer.path) == writer.blocks[:4]
-        fault = the_fault(writer.path)
+        fault = get_only_fault(writer.path)
         assert (fault.file, fault.byte) == (chunk, last)
         assert fault.what.startswith("torn")
 
 
 @pytest.mark.parametrize("word", [1 << 61, (1 << 62) - 1, 1 << 63 | 1 << 61, 1 << 40, 1 << 62])
-def test_a_corrupt_length_allocates_nothing_and_costs_only_its_chunk(
+def test_corrupt_length_allocates_nothing_and_costs_only_its_chunk(
     small_chunks: Writer, word: int
 ) -> None:
     writer = small_chunks
@@ -49,12 +49,12 @@ def test_a_corrupt_length_allocates_nothing_and_costs_only_its_chunk(
         assert tracemalloc.get_traced_memory()[1] < 10 << 20
     finally:
         tracemalloc.stop()
-    fault = the_fault(writer.path)
+    fault = get_only_fault(writer.path)
     assert (fault.file, fault.byte) == (writer.chunk(bad), bad % 1024)
     assert "corrupt length" in fault.what
 
 
-def test_a_corrupt_length_among_what_was_read_does_not_hide_what_was_not(writer: Writer) -> None:
+def test_corrupt_length_before_the_reader_offset_hides_no_unread_block(writer: Writer) -> None:
     for number in range(10):
         writer.put(b"%d" % number * 50, snappy=False)
     content = bytearray(writer.chunk(0).read_bytes())
@@ -63,16 +63,16 @@ def test_a_corrupt_length_among_what_was_read_does_not_hide_what_was_not(writer:
     writer.metadata(reader=writer.blocks[6][0])
     assert read(writer.path) == writer.blocks[6:]
     assert read(writer.path, start=0) == writer.blocks[:2] + writer.blocks[6:]
-    assert the_fault(writer.path).byte == writer.blocks[2][0]
+    assert get_only_fault(writer.path).byte == writer.blocks[2][0]
 
 
-def test_a_block_that_does_not_decompress_is_skipped_alone(writer: Writer) -> None:
+def test_block_that_cannot_be_decompressed_is_skipped_alone(writer: Writer) -> None:
     writer.put(b"before")
     bad = writer.put_raw(struct.pack("<Q", 4 | 1 << 63) + b"\x20\xff\xff\xff")
     writer.put(b"after")
     writer.metadata()
     assert read(writer.path) == writer.blocks
-    fault = the_fault(writer.path)
+    fault = get_only_fault(writer.path)
     assert fault.byte == bad
     assert "cannot be decompressed" in fault.what
 
@@ -81,29 +81,29 @@ def test_a_block_that_does_not_decompress_is_skipped_alone(writer: Writer) -> No
     "data",
     [b"\xff\xff\xff\xff\x0f\x00", b"\x80\x80\x80\x80\x02\x00", b"\x80\x80\x80\x80\x80\x80", b""],
 )
-def test_snappy_data_that_claims_too_much_is_not_believed(writer: Writer, data: bytes) -> None:
+def test_snappy_data_with_a_false_length_is_a_fault(writer: Writer, data: bytes) -> None:
     writer.put_raw(struct.pack("<Q", len(data) | 1 << 63) + data)
     writer.put(b"after")
     writer.metadata()
     assert read(writer.path) == writer.blocks
-    assert "begins with a false length" in the_fault(writer.path).what
+    assert "begins with a false length" in get_only_fault(writer.path).what
 
 
-def test_the_best_that_snappy_can_do_is_believed(writer: Writer) -> None:
+def test_highest_snappy_ratio_is_accepted(writer: Writer) -> None:
     writer.put(bytes(1 << 22))
     writer.metadata()
     assert read(writer.path) == writer.blocks
 
 
-def test_a_block_larger_than_an_event_is_told_and_passed_over(
+def test_block_larger_than_an_event_is_a_fault_and_skipped(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fastqueue, "MAX_BLOCK_BYTES", 1000)
-    writer.put_raw(framed(b"x" * 1001, snappy=False))
+    writer.put_raw(encode_block(b"x" * 1001, snappy=False))
     writer.put(b"after", snappy=False)
     writer.metadata()
     assert read(writer.path) == writer.blocks
-    assert "larger than an event" in the_fault(writer.path).what
+    assert "larger than an event" in get_only_fault(writer.path).what
 
 
 # Zeros.
@@ -119,12 +119,12 @@ def test_zero_length_blocks_are_empty_events(writer: Writer, count: int) -> None
     writer.put(b"", snappy=False)
     writer.metadata()
     assert read(writer.path) == writer.blocks
-    assert faults(writer.path) == []
+    assert list_faults(writer.path) == []
 
 
 @pytest.mark.parametrize("snappy", [True, False])
 @pytest.mark.parametrize("hole", [4096, 4097, 100_003, 11, 509])
-def test_a_hole_is_told_and_what_follows_it_is_found(
+def test_hole_of_zeros_is_a_fault_and_the_next_block_is_found(
     writer: Writer, hole: int, snappy: bool
 ) -> None:
     """Metadata ahead of the data at a crash: FastQueue goes on after zeros never written."""
@@ -135,31 +135,31 @@ def test_a_hole_is_told_and_what_follows_it_is_found(
         writer.put(bytes(range(1, 256)) * size, snappy=snappy)
     writer.metadata()
     assert read(writer.path) == writer.blocks
-    assert the_fault(writer.path) == FastQueueFault(
+    assert get_only_fault(writer.path) == FastQueueFault(
         writer.chunk(0), begin, f"{hole} bytes of zeros: never written"
     )
 
 
-def test_a_tail_of_zeros_is_told(writer: Writer) -> None:
+def test_tail_of_zeros_is_a_fault(writer: Writer) -> None:
     writer.put(b"before")
     begin = writer.position
     writer.put_raw(bytes(8192))
     writer.metadata()
     assert read(writer.path) == writer.blocks
-    assert the_fault(writer.path).byte == begin
+    assert get_only_fault(writer.path).byte == begin
 
 
-def test_blocks_written_over_older_ones_are_read(writer: Writer) -> None:
+def test_blocks_that_overwrote_older_ones_are_read(writer: Writer) -> None:
     """Metadata behind the data at a crash: FastQueue goes on in the middle of what is there."""
     for number in range(6):
         writer.put(b"%d" % number * 50, snappy=False)
     old = writer.chunk(0).read_bytes()
     end = writer.blocks[2][0]
-    new = framed(b"new", snappy=True)
+    new = encode_block(b"new", snappy=True)
     writer.chunk(0).write_bytes(old[:end] + new + old[end + len(new) :])
     writer.metadata(writer=end + len(new))
     assert read(writer.path) == [*writer.blocks[:2], (end, b"new")]
-    behind, corrupt = faults(writer.path)
+    behind, corrupt = list_faults(writer.path)
     assert "behind the data" in behind.what
     assert corrupt.byte == end + len(new)
 
@@ -182,7 +182,7 @@ on_one_directory = settings(
     data=st.data(),
 )
 @on_one_directory
-def test_what_was_written_is_read(
+def test_written_blocks_are_read(
     tmp_path_factory: pytest.TempPathFactory,
     values: list[tuple[bytes, bool]],
     chunk_size: int,
@@ -198,12 +198,12 @@ def test_what_was_written_is_read(
     assert read(writer.path, batch_events=batch_events) == writer.blocks[unread:]
     assert read(writer.path, start=0, batch_events=batch_events) == writer.blocks
     if values:
-        assert faults(writer.path) == []
+        assert list_faults(writer.path) == []
 
 
 @given(values=anything.filter(bool), data=st.data())
 @on_one_directory
-def test_whatever_is_overwritten_what_lies_before_is_read(
+def test_overwritten_bytes_leave_earlier_blocks_readable(
     tmp_path_factory: pytest.TempPathFactory,
     values: list[tuple[bytes, bool]],
     data: st.DataObject,
@@ -230,11 +230,11 @@ def test_whatever_is_overwritten_what_lies_before_is_read(
 
 @given(content=st.binary(max_size=300) | st.lists(st.sampled_from(range(0, 256, 51))).map(bytes))
 @on_one_directory
-def test_any_bytes_at_all_are_read_to_their_end(
+def test_random_bytes_are_read_to_the_end(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:
     path = tmp_path_factory.mktemp("queue")
     (path / "0000000000000000").write_bytes(content)
-    (path / "0000000000001000").write_bytes(framed(b"next", snappy=True))
+    (path / "0000000000001000").write_bytes(encode_block(b"next", snappy=True))
     assert read(path)[-1] == (4096, b"next")
     list(FastQueueDirectory.open(path).faults())

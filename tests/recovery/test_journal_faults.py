@@ -46,7 +46,7 @@ def reopen(path: Path, disk: Disk | None = None) -> tuple[Journal, JournalState]
     return Journal.open(path, disk or Disk(), ID, file_size=SIZE)
 
 
-def low(path: Path) -> int:
+def get_low(path: Path) -> int:
     """What a journal opened now says; it must also go on from there, and say so next time."""
     journal, state = reopen(path)
     assert state.totals.get(DELIVERED, 0) == state.low
@@ -57,12 +57,12 @@ def low(path: Path) -> int:
     return state.low
 
 
-def start_of_records(data: bytes | bytearray) -> int:
+def find_start_of_records(data: bytes | bytearray) -> int:
     length: int = struct.unpack_from("<Q", data, 16)[0]
     return 32 + length + -length % 8
 
 
-def flip(path: Path, byte: int, bit: int) -> None:
+def flip_bit(path: Path, byte: int, bit: int) -> None:
     data = bytearray(path.read_bytes())
     data[byte] ^= 1 << bit
     path.write_bytes(data)
@@ -96,58 +96,58 @@ def fresh_copies(kept: Path, target: Path) -> Iterator[Path]:
 # Damage
 
 
-def test_undamaged_it_says_everything(kept: Path) -> None:
-    assert low(kept) == 8
+def test_undamaged_journal_returns_all_records(kept: Path) -> None:
+    assert get_low(kept) == 8
 
 
-def test_a_flipped_bit_in_a_record_ends_the_story_there(kept: Path, copies: Iterator[Path]) -> None:
-    start = start_of_records((kept / "journal.a").read_bytes())
+def test_flipped_bit_in_a_record_ends_the_replay(kept: Path, copies: Iterator[Path]) -> None:
+    start = find_start_of_records((kept / "journal.a").read_bytes())
     for byte in range(RECORD):
         for bit, path in zip(range(8), copies, strict=False):
-            flip(path / "journal.a", start + 2 * RECORD + byte, bit)
-            assert low(path) == 5, (byte, bit)
+            flip_bit(path / "journal.a", start + 2 * RECORD + byte, bit)
+            assert get_low(path) == 5, (byte, bit)
 
 
-def test_a_flipped_bit_in_the_snapshot_leaves_the_older_file(
+def test_flipped_bit_in_the_snapshot_falls_back_to_the_older_file(
     kept: Path, copies: Iterator[Path]
 ) -> None:
-    end = start_of_records((kept / "journal.a").read_bytes())
+    end = find_start_of_records((kept / "journal.a").read_bytes())
     length = struct.unpack_from("<Q", (kept / "journal.a").read_bytes(), 16)[0]
     for byte, path in zip(range(end), copies, strict=False):
         damaged = path / "journal.a"
-        flip(damaged, byte, byte % 8)
+        flip_bit(damaged, byte, byte % 8)
         before = damaged.read_bytes()
         if byte >= 32 + length:  # padding: nobody reads it
-            assert low(path) == 8, byte
+            assert get_low(path) == 8, byte
         else:
-            assert low(path) == 3, byte
+            assert get_low(path) == 3, byte
             assert (path / "quarantine" / "journal.a").read_bytes() == before
 
 
-def test_a_flipped_bit_in_the_older_file_harms_nothing(kept: Path, copies: Iterator[Path]) -> None:
-    end = start_of_records((kept / "journal.b").read_bytes()) + 3 * RECORD
+def test_flipped_bit_in_the_older_file_is_harmless(kept: Path, copies: Iterator[Path]) -> None:
+    end = find_start_of_records((kept / "journal.b").read_bytes()) + 3 * RECORD
     for byte, path in zip(range(0, end, 5), copies, strict=False):
-        flip(path / "journal.b", byte, byte % 8)
-        assert low(path) == 8, byte
+        flip_bit(path / "journal.b", byte, byte % 8)
+        assert get_low(path) == 8, byte
 
 
-def test_a_file_cut_anywhere_keeps_what_is_before_the_cut(
+def test_truncated_file_keeps_the_records_before_the_cut(
     kept: Path, copies: Iterator[Path]
 ) -> None:
-    start = start_of_records((kept / "journal.a").read_bytes())
+    start = find_start_of_records((kept / "journal.a").read_bytes())
     payload_end = 32 + struct.unpack_from("<Q", (kept / "journal.a").read_bytes(), 16)[0]
     lengths = [*range(start + 6 * RECORD), *range(start + 6 * RECORD, SIZE, 997)]
     for length, path in zip(lengths, copies, strict=False):
         os.truncate(path / "journal.a", length)
         whole = min(5, max(0, length - start) // RECORD)
-        assert low(path) == (3 + whole if length >= payload_end else 3), length
+        assert get_low(path) == (3 + whole if length >= payload_end else 3), length
         assert all((path / name).stat().st_size == SIZE for name in JOURNAL_FILES)
 
 
-def test_dead_records_behind_damage_stay_dead(kept: Path) -> None:
+def test_records_after_a_damaged_one_stay_ignored(kept: Path) -> None:
     """Were the hole filled in place, the old records after it would be read as new ones."""
-    start = start_of_records((kept / "journal.a").read_bytes())
-    flip(kept / "journal.a", start, 0)
+    start = find_start_of_records((kept / "journal.a").read_bytes())
+    flip_bit(kept / "journal.a", start, 0)
     for _ in range(3):
         journal, state = reopen(kept)
         assert (state.low, state.settled) == (3, [])
@@ -165,12 +165,12 @@ GARBAGE: dict[str, bytes] = {
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 @pytest.mark.parametrize("names", [("journal.a",), ("journal.b",), JOURNAL_FILES], ids="+".join)
-def test_garbage_is_kept_aside_and_never_an_obstacle(
+def test_garbage_goes_to_quarantine_and_the_journal_opens(
     kept: Path, names: tuple[str, ...], garbage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in names:
         (kept / name).write_bytes(GARBAGE[garbage])
-    assert low(kept) == {"journal.a": 3, "journal.b": 8}[names[0]] * (len(names) == 1)
+    assert get_low(kept) == {"journal.a": 3, "journal.b": 8}[names[0]] * (len(names) == 1)
     for name in names:
         assert (kept / "quarantine" / name).read_bytes() == GARBAGE[garbage]
         assert f"quarantine.file_moved file={kept / name} " in caplog.text
@@ -180,16 +180,16 @@ def test_garbage_is_kept_aside_and_never_an_obstacle(
 @pytest.mark.parametrize(
     ("names", "left"), [(("journal.a",), 3), (("journal.b",), 8), (JOURNAL_FILES, 0)]
 )
-def test_missing_and_empty_files_are_made_anew(
+def test_missing_or_empty_file_is_created_again(
     kept: Path, damage: Callable[[Path], None], names: tuple[str, ...], left: int
 ) -> None:
     for name in names:
         damage(kept / name)
-    assert low(kept) == left
+    assert get_low(kept) == left
     assert not (kept / "quarantine").exists()
 
 
-def test_zeros_are_no_journal_and_no_trouble(kept: Path) -> None:
+def test_file_of_zeros_counts_as_empty(kept: Path) -> None:
     for name in JOURNAL_FILES:
         (kept / name).write_bytes(bytes(SIZE))
     journal, state = reopen(kept)
@@ -197,7 +197,7 @@ def test_zeros_are_no_journal_and_no_trouble(kept: Path) -> None:
     assert not state.found
 
 
-def test_a_header_wiped_out_does_not_revive_its_records(kept: Path) -> None:
+def test_blank_header_does_not_revive_old_records(kept: Path) -> None:
     """The same generation is used again in the same file, over records that would fit it."""
     data = bytearray((kept / "journal.a").read_bytes())
     data[:32] = bytes(32)
@@ -208,33 +208,33 @@ def test_a_header_wiped_out_does_not_revive_its_records(kept: Path) -> None:
     assert Journal.read(kept, Disk(), ID).low == 3
 
 
-def test_the_journal_of_another_queue_is_kept_aside(kept: Path) -> None:
+def test_journal_of_another_queue_goes_to_quarantine(kept: Path) -> None:
     journal, state = Journal.open(kept, Disk(), "f" * 32, file_size=SIZE)
     journal.close()
     assert state == JournalState()
     assert sorted(path.name for path in (kept / "quarantine").iterdir()) == list(JOURNAL_FILES)
 
 
-def test_a_length_is_not_believed_beyond_the_file(kept: Path) -> None:
+def test_length_beyond_the_file_is_rejected(kept: Path) -> None:
     start = struct.pack("<8sQQI", b"TLJOURN1", 9, 1 << 60, 0)
     data = start + struct.pack("<I", google_crc32c.value(start))
     (kept / "journal.a").write_bytes(data.ljust(SIZE, b"\0"))
     before = pa.total_allocated_bytes()
-    assert low(kept) == 3
+    assert get_low(kept) == 3
     assert pa.total_allocated_bytes() == before
 
 
-def test_a_snapshot_that_is_not_one_is_kept_aside(kept: Path) -> None:
+def test_invalid_snapshot_goes_to_quarantine(kept: Path) -> None:
     payload = b'{"queue_id": "%s", "low": "many"}' % ID.encode()
     start = struct.pack("<8sQQI", b"TLJOURN1", 9, len(payload), google_crc32c.value(payload))
     data = start + struct.pack("<I", google_crc32c.value(start)) + payload
     (kept / "journal.b").write_bytes(data.ljust(SIZE, b"\0"))
-    assert low(kept) == 8
+    assert get_low(kept) == 8
 
 
-def test_a_record_of_a_later_version_ends_the_story(kept: Path) -> None:
+def test_record_of_a_later_version_ends_the_replay(kept: Path) -> None:
     data = bytearray((kept / "journal.a").read_bytes())
-    at = start_of_records(data) + RECORD
+    at = find_start_of_records(data) + RECORD
     for kind, outcome in ((6, 0), (1, 9), (0, 0)):
         body = struct.pack("<BBHQQQQQ", kind, outcome, 0, 0, 4, 5, 1, 0)
         checksum = google_crc32c.extend(google_crc32c.value(struct.pack("<Q", 2)), body)
@@ -246,31 +246,31 @@ def test_a_record_of_a_later_version_ends_the_story(kept: Path) -> None:
 # Old copies
 
 
-def test_the_higher_generation_counts_whatever_its_name(kept: Path) -> None:
+def test_higher_generation_wins_whatever_the_file_name(kept: Path) -> None:
     (kept / "journal.a").rename(kept / "journal.c")
     (kept / "journal.b").rename(kept / "journal.a")
     (kept / "journal.c").rename(kept / "journal.b")
-    assert low(kept) == 8
+    assert get_low(kept) == 8
 
 
-def test_an_old_copy_of_one_file_is_outvoted(kept: Path, tmp_path: Path) -> None:
+def test_old_copy_of_one_file_loses_to_the_other(kept: Path, tmp_path: Path) -> None:
     shutil.copy(kept / "journal.b", tmp_path / "old")
     journal, _ = reopen(kept)
     journal.snapshot()
     settle(journal, range(8, 12))
     journal.close()
     shutil.copy(tmp_path / "old", kept / "journal.b")
-    assert low(kept) == 12
+    assert get_low(kept) == 12
 
 
-def test_old_copies_of_both_say_what_was_then(kept: Path, copies: Iterator[Path]) -> None:
+def test_old_copies_of_both_files_restore_the_old_state(kept: Path, copies: Iterator[Path]) -> None:
     old = next(copies)
     journal, _ = reopen(kept)
     settle(journal, range(8, 600))
     journal.close()
     for name in JOURNAL_FILES:
         shutil.copy(old / name, kept / name)
-    assert low(kept) == 8
+    assert get_low(kept) == 8
 
 
 # A disk that fails
@@ -293,7 +293,7 @@ class Recorder(Disk):
         super().sync(fd)
 
 
-def test_a_header_is_written_only_when_all_else_is_on_the_device(tmp_path: Path) -> None:
+def test_header_is_written_only_after_the_payload_is_synced(tmp_path: Path) -> None:
     disk = Recorder()
     journal, _ = reopen(tmp_path, disk)
     journal.close()
@@ -307,9 +307,7 @@ def test_a_header_is_written_only_when_all_else_is_on_the_device(tmp_path: Path)
     + [("sync", nth) for nth in (1, 2)]
     + [("read", 1), ("size", 1), ("allocate", 1), ("sync_directory", 1)],
 )
-def test_an_opening_that_fails_leaves_nothing_open_and_can_be_repeated(
-    kept: Path, op: str, nth: int
-) -> None:
+def test_failed_open_leaves_no_file_open_and_can_be_repeated(kept: Path, op: str, nth: int) -> None:
     (kept / "journal.b").unlink()
     disk = FaultyDisk()
     disk.fail(op, nth, times=None)
@@ -317,7 +315,7 @@ def test_an_opening_that_fails_leaves_nothing_open_and_can_be_repeated(
     with pytest.raises(OSError, match="Input/output"):
         reopen(kept, disk)
     assert set(os.listdir("/proc/self/fd")) == descriptors
-    assert low(kept) == 8
+    assert get_low(kept) == 8
 
 
 # A new journal's first file is b, so all that touches a is the first change of files: a snapshot
@@ -326,21 +324,17 @@ STEPS = [("size", 1), ("write", 1), ("sync", 1), ("write", 2), ("sync", 2)]
 
 
 @pytest.mark.parametrize(("op", "nth"), STEPS)
-def test_a_change_of_files_that_fails_once_is_made_up_for(
-    tmp_path: Path, op: str, nth: int
-) -> None:
+def test_failed_change_of_files_is_retried(tmp_path: Path, op: str, nth: int) -> None:
     disk = FaultyDisk()
     journal, _ = reopen(tmp_path, disk)
     disk.fail(op, nth, match="journal.a")
     settle(journal, range(1000))
     journal.close()
-    assert low(tmp_path) == 1000
+    assert get_low(tmp_path) == 1000
 
 
 @pytest.mark.parametrize(("op", "nth"), STEPS)
-def test_what_follows_a_change_that_failed_is_kept_if_the_process_dies(
-    tmp_path: Path, op: str, nth: int
-) -> None:
+def test_records_after_a_failed_change_survive_a_kill(tmp_path: Path, op: str, nth: int) -> None:
     disk = FaultyDisk()
     journal, _ = reopen(tmp_path, disk)
     disk.fail(op, nth, match="journal.a")
@@ -352,7 +346,7 @@ def test_what_follows_a_change_that_failed_is_kept_if_the_process_dies(
 
 
 @pytest.mark.parametrize(("op", "nth"), STEPS[:3])
-def test_while_files_cannot_be_changed_the_one_grows(tmp_path: Path, op: str, nth: int) -> None:
+def test_active_file_grows_while_files_cannot_change(tmp_path: Path, op: str, nth: int) -> None:
     disk = FaultyDisk()
     journal, _ = reopen(tmp_path, disk)
     disk.fail(op, nth, times=None, match="journal.a")
@@ -362,7 +356,7 @@ def test_while_files_cannot_be_changed_the_one_grows(tmp_path: Path, op: str, nt
     disk.clear()
     settle(journal, range(2000, 3000))
     journal.close()
-    assert low(tmp_path) == 3000
+    assert get_low(tmp_path) == 3000
     assert all((tmp_path / name).stat().st_size == SIZE for name in JOURNAL_FILES)
 
 
@@ -374,7 +368,7 @@ def test_while_files_cannot_be_changed_the_one_grows(tmp_path: Path, op: str, nt
         [("sync", 2), ("write", 3)],  # it was, and stands there
     ],
 )
-def test_half_a_change_that_cannot_be_undone_refuses_acks(
+def test_half_changed_files_that_cannot_be_undone_refuse_records(
     tmp_path: Path, faults: list[tuple[str, int]]
 ) -> None:
     """Which file the next opening takes is then in doubt: nothing may be told to either alone."""
@@ -390,10 +384,10 @@ def test_half_a_change_that_cannot_be_undone_refuses_acks(
     disk.clear()
     settle(journal, range(told, told + 100))
     journal.close()
-    assert low(tmp_path) == told + 100
+    assert get_low(tmp_path) == told + 100
 
 
-def test_half_a_change_once_undone_lets_acks_go_on(tmp_path: Path) -> None:
+def test_undone_half_change_accepts_records_again(tmp_path: Path) -> None:
     disk = FaultyDisk()
     journal, _ = reopen(tmp_path, disk)
     disk.fail("sync", nth=2, times=2, match="journal.a")
@@ -401,7 +395,7 @@ def test_half_a_change_once_undone_lets_acks_go_on(tmp_path: Path) -> None:
     disk.fail("size", times=None, match="journal.a")  # it can be blanked, but still not used
     settle(journal, range(told, told + 500))
     journal.close()
-    assert low(tmp_path) == told + 500
+    assert get_low(tmp_path) == told + 500
 
 
 def settle_until_refused(journal: Journal) -> int:
@@ -413,7 +407,7 @@ def settle_until_refused(journal: Journal) -> int:
     raise AssertionError("was never refused")
 
 
-def test_a_snapshot_by_force_that_fails_half_way_refuses_acks_too(tmp_path: Path) -> None:
+def test_forced_snapshot_that_fails_half_way_refuses_records(tmp_path: Path) -> None:
     disk = FaultyDisk()
     journal, _ = reopen(tmp_path, disk)
     settle(journal, range(10))
@@ -424,10 +418,10 @@ def test_a_snapshot_by_force_that_fails_half_way_refuses_acks_too(tmp_path: Path
         settle(journal, range(10, 11))
     settle(journal, range(10, 20))
     journal.close()
-    assert low(tmp_path) == 20
+    assert get_low(tmp_path) == 20
 
 
-def test_after_a_failed_sync_the_other_file_is_written(tmp_path: Path) -> None:
+def test_failed_sync_writes_the_state_to_the_other_file(tmp_path: Path) -> None:
     disk = FaultyDisk()
     journal, _ = reopen(tmp_path, disk)
     settle(journal, range(10))
@@ -439,10 +433,10 @@ def test_after_a_failed_sync_the_other_file_is_written(tmp_path: Path) -> None:
     journal.sync()
     os.truncate(tmp_path / "journal.b", 0)  # what the kernel may have lost
     journal.close()
-    assert low(tmp_path) == 10
+    assert get_low(tmp_path) == 10
 
 
-def test_a_record_that_could_not_be_written_is_written_when_told_again(tmp_path: Path) -> None:
+def test_failed_record_is_written_when_repeated(tmp_path: Path) -> None:
     """Until then a death leaves it in doubt: it ends in zeros, and so does the file."""
     disk = FaultyDisk()
     journal, _ = reopen(tmp_path, disk)
@@ -455,10 +449,10 @@ def test_a_record_that_could_not_be_written_is_written_when_told_again(tmp_path:
         assert Journal.read(tmp_path, Disk(), ID).low in {keep, keep + 1}
         journal.record_settled(keep, keep + 1, 1, DELIVERED)
     journal.close()
-    assert low(tmp_path) == RECORD
+    assert get_low(tmp_path) == RECORD
 
 
-def test_what_a_torn_write_left_never_turns_a_producer_back(tmp_path: Path) -> None:
+def test_torn_write_never_moves_a_producer_back(tmp_path: Path) -> None:
     disk = FaultyDisk()
     journal, _ = reopen(tmp_path, disk)
     disk.tear(keep_bytes=3 * RECORD)
@@ -472,7 +466,7 @@ def test_what_a_torn_write_left_never_turns_a_producer_back(tmp_path: Path) -> N
     assert state.producers[bytes([2]) * 16] == AcceptedSequences(200)
 
 
-def test_stamps_are_found_without_their_position_but_never_the_other_way(tmp_path: Path) -> None:
+def test_sequences_may_survive_without_their_position_but_not_the_reverse(tmp_path: Path) -> None:
     disk = FaultyDisk()
     journal, _ = reopen(tmp_path, disk)
     for keep in range(3 * RECORD):
@@ -485,7 +479,7 @@ def test_stamps_are_found_without_their_position_but_never_the_other_way(tmp_pat
     journal.close()
 
 
-def test_a_full_disk_takes_records_and_changes_of_files(tmp_path: Path) -> None:
+def test_full_disk_accepts_records_and_changes_of_files(tmp_path: Path) -> None:
     journal, _ = Journal.open(tmp_path, Disk(), ID)
     journal.close()
     disk = FaultyDisk()
@@ -498,7 +492,7 @@ def test_a_full_disk_takes_records_and_changes_of_files(tmp_path: Path) -> None:
     assert state.low == 50_000
 
 
-def test_a_disk_too_full_for_a_new_journal_says_so(tmp_path: Path) -> None:
+def test_disk_too_full_for_a_new_journal_raises(tmp_path: Path) -> None:
     disk = FaultyDisk()
     disk.fill()
     with pytest.raises(OSError, match="No space") as caught:
@@ -527,7 +521,7 @@ for number in range(state.low, state.low + 1000):
 """
 
 
-def told_before_death(path: Path, plan: str) -> int:
+def count_records_before_death(path: Path, plan: str) -> int:
     """How many calls returned in a process that dies as planned."""
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(plan=plan), str(path), ID, str(SIZE)],
@@ -568,7 +562,7 @@ DEATHS = {
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_a_process_that_dies_has_lost_nothing_it_told(tmp_path: Path, death: str) -> None:
-    told = told_before_death(tmp_path, DEATHS[death])
+def test_killed_process_loses_no_confirmed_record(tmp_path: Path, death: str) -> None:
+    told = count_records_before_death(tmp_path, DEATHS[death])
     in_doubt = death.startswith("record")
-    assert low(tmp_path) in {told, told + in_doubt}
+    assert get_low(tmp_path) in {told, told + in_doubt}

@@ -38,8 +38,7 @@ from tests.recovery.victim import (
 )
 from turnlane.errors import QueueClosed
 from turnlane.queues import open_queue
-from turnlane.queues.disk import DiskQueue
-from turnlane.queues.disk_assisted import DiskAssistedQueue
+from turnlane.queues.buffered import BufferedQueue
 
 SEED = int(os.environ.get("TURNLANE_SEED") or time.time())
 PATIENCE = 60.0
@@ -103,10 +102,10 @@ class Loop:
         """Take out everything that is left, and see whether that was all there had to be."""
         started = time.perf_counter()
         queue = open_queue(**self.knobs)
-        assert isinstance(queue, DiskQueue | DiskAssistedQueue)
+        assert isinstance(queue, BufferedQueue)
         reports: list[Report] = [Opened.by(queue, started)]
         queue.finish()
-        reports += taken(queue)
+        reports += drain_queue(queue)
         ledger = queue.stats().ledger.as_dict()
         queue.close()
         orders = Orders(self.lives, SEED, self.knobs, self.oracle.resend_from, 0)
@@ -127,7 +126,7 @@ class Loop:
         )
 
 
-def taken(queue: DiskQueue | DiskAssistedQueue) -> Iterator[Report]:
+def drain_queue(queue: BufferedQueue) -> Iterator[Report]:
     """Settle everything in a queue that is finished."""
     while True:
         try:
@@ -155,7 +154,7 @@ def disk_knobs(path: Path, durability: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("durability", ["always", "interval", "never"])
-def test_what_survives_kills_at_random_moments(
+def test_kill_at_a_random_moment_loses_no_persisted_event(
     nursery: ForkServerContext, tmp_path: Path, durability: str
 ) -> None:
     """Whenever the process dies, persisted events stay and settled ones stay away.
@@ -187,7 +186,7 @@ def tear(nth: int, keep: int, match: str) -> Plan:
     return [("tear", {"nth": nth, "keep_bytes": keep, "match": match, "kill": True})]
 
 
-def rescue(op: str, nth: int) -> Plan:
+def kill_during_rewrite(op: str, nth: int) -> Plan:
     """A sync fails, and the process is killed while it saves what that has left in doubt."""
     return [
         ("fail", {"op": "sync", "nth": 3, "match": ".chunk"}),
@@ -209,11 +208,11 @@ def fault_points() -> list[Plan]:
         plans += [kill("size", 2 * nth), kill("write", 7 * nth), kill("sync", 5 * nth)]
     for nth in (1, 2):
         plans += [kill("listing", nth)]
-        plans += [rescue(op, nth) for op in ("open", "write", "sync")]
-    return plans + [rescue(op, 1) for op in ("rename", "truncate", "sync_directory")]
+        plans += [kill_during_rewrite(op, nth) for op in ("open", "write", "sync")]
+    return plans + [kill_during_rewrite(op, 1) for op in ("rename", "truncate", "sync_directory")]
 
 
-def kind_of(plan: Plan) -> str:
+def get_fault_kind(plan: Plan) -> str:
     """What the process is to be killed at."""
     method, arguments = plan[-1]
     words = (method, arguments.get("op", ""), arguments.get("match", ""))
@@ -224,12 +223,12 @@ def few_fault_points() -> list[Plan]:
     """One of every kind: the second, for the first leaves nothing torn to be cut off."""
     kinds: dict[str, list[Plan]] = defaultdict(list)
     for plan in fault_points():
-        kinds[kind_of(plan)].append(plan)
+        kinds[get_fault_kind(plan)].append(plan)
     return [plans[:2][-1] for plans in kinds.values()]
 
 
 @pytest.mark.parametrize("durability", ["always", "interval"])
-def test_what_survives_kills_at_fault_points(
+def test_kill_at_any_disk_operation_loses_no_persisted_event(
     nursery: ForkServerContext, tmp_path: Path, durability: str
 ) -> None:
     """A process killed in place of, or in the middle of, any step on the disk breaks no promise."""
@@ -239,7 +238,7 @@ def test_what_survives_kills_at_fault_points(
     for plan in fault_points() if IN_CI else few_fault_points():
         appetite = loop.rng.choice([0.5, 1.0, 2.0])
         killed = loop.live(plan=plan, appetite=appetite, events=400, close=True)
-        fired[kind_of(plan)] += killed
+        fired[get_fault_kind(plan)] += killed
         if loop.lives % 20 == 0:
             loop.drain()
     loop.drain()
@@ -247,7 +246,7 @@ def test_what_survives_kills_at_fault_points(
     assert all(fired.values()), f"never reached: {[kind for kind in fired if not fired[kind]]}"
 
 
-def test_what_survives_kills_while_the_queue_is_made(
+def test_kill_while_the_queue_is_created_leaves_it_openable(
     nursery: ForkServerContext, tmp_path: Path
 ) -> None:
     """Killed at any step of its very first opening, a queue opens the next time and works."""
@@ -275,7 +274,7 @@ def assisted_knobs(path: Path) -> dict[str, Any]:
     }
 
 
-def test_what_a_disk_assisted_queue_keeps_when_killed(
+def test_killed_disk_assisted_queue_keeps_what_it_wrote(
     nursery: ForkServerContext, tmp_path: Path
 ) -> None:
     """What had been spilled and synced survives, in order, and nothing settled comes back."""
@@ -293,7 +292,7 @@ def test_what_a_disk_assisted_queue_keeps_when_killed(
     loop.summary("disk_assisted")
 
 
-def test_what_a_disk_assisted_queue_keeps_when_closed(
+def test_closed_disk_assisted_queue_keeps_everything(
     nursery: ForkServerContext, tmp_path: Path
 ) -> None:
     """Over many closings and openings nothing at all is lost, persisted or not."""

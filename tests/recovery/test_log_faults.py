@@ -13,13 +13,13 @@ import pytest
 from tests.log_harness import (
     CHUNK_0,
     QUEUE_ID,
-    drained,
-    fill,
-    flip,
-    kept,
+    append_events,
+    build_values,
+    flip_bit,
     open_log,
-    three_frames,
-    values,
+    read_all,
+    read_quarantine,
+    write_three_frames,
 )
 from turnlane.events import block_of, get_values
 from turnlane.ledger import Outcome
@@ -32,98 +32,94 @@ from turnlane.testing import FaultyDisk
 
 
 @pytest.mark.parametrize("room", [0, 1, 31, 200, 600])
-def test_a_disk_that_fills_up_mid_append_leaves_the_log_as_it_was(
-    tmp_path: Path, room: int
-) -> None:
+def test_disk_full_during_an_append_leaves_the_log_unchanged(tmp_path: Path, room: int) -> None:
     disk = FaultyDisk()
     log = open_log(tmp_path, disk)
-    fill(log, 10)
+    append_events(log, 10)
     before = log.position
     disk.fill(after_bytes=room)
     for _ in range(3):
         with pytest.raises(OSError, match="No space"):
-            fill(log, 100)
+            append_events(log, 100)
         assert log.position == before
         assert (tmp_path / CHUNK_0).stat().st_size == before.byte
-    assert drained(log) == values(0, 10)
+    assert read_all(log) == build_values(0, 10)
     disk.unfill()
-    fill(log, 100)
-    assert drained(log) == values(0, 110)
+    append_events(log, 100)
+    assert read_all(log) == build_values(0, 110)
 
 
-def test_a_disk_that_fills_up_at_a_rotation_leaves_the_log_as_it_was(tmp_path: Path) -> None:
+def test_disk_full_at_a_rotation_leaves_the_log_unchanged(tmp_path: Path) -> None:
     disk = FaultyDisk()
     log = open_log(tmp_path, disk, segment_size=1000)
-    fill(log, 10)
+    append_events(log, 10)
     for room in (0, 100, 400):
         disk.fill(after_bytes=room)
         with pytest.raises(OSError, match="No space"):
-            fill(log, 100)
+            append_events(log, 100)
         disk.unfill()
-    fill(log, 100)
+    append_events(log, 100)
     log.close()
     log = open_log(tmp_path, disk)
-    assert drained(log) == values(0, 110)
+    assert read_all(log) == build_values(0, 110)
 
 
-def test_a_write_that_can_not_be_cut_back_is_cut_before_the_next(tmp_path: Path) -> None:
+def test_failed_write_is_cut_off_before_the_next_one(tmp_path: Path) -> None:
     disk = FaultyDisk()
     log = open_log(tmp_path, disk)
-    fill(log, 10)
+    append_events(log, 10)
     disk.tear(keep_bytes=1500)
     disk.fail("truncate", times=2)
-    blocks = [block_of(values(10 + 20 * n, 20), timestamps=1) for n in range(5)]
+    blocks = [block_of(build_values(10 + 20 * n, 20), timestamps=1) for n in range(5)]
     for _ in range(2):
         with pytest.raises(OSError, match="Input/output"):
             log.append_frames(10, [[block] for block in blocks])
-    log.append(10, block_of(values(10, 1), timestamps=1))
+    log.append(10, block_of(build_values(10, 1), timestamps=1))
     log.close()
     log = open_log(tmp_path)
     assert log.torn_bytes == 0
-    assert drained(log) == values(0, 11)
+    assert read_all(log) == build_values(0, 11)
 
 
-def test_appending_many_goes_on_where_a_full_disk_stopped_it(tmp_path: Path) -> None:
+def test_repeated_append_continues_after_a_full_disk(tmp_path: Path) -> None:
     disk = FaultyDisk()
     log = open_log(tmp_path, disk, segment_size=3000)
-    blocks = [block_of(values(20 * n, 20), timestamps=1) for n in range(20)]
+    blocks = [block_of(build_values(20 * n, 20), timestamps=1) for n in range(20)]
     disk.fill(after_bytes=8000)
     with pytest.raises(OSError, match="No space"):
         log.append_frames(0, [[block] for block in blocks])
     assert 0 < log.end < 400
     disk.unfill()
     log.append_frames(0, [[block] for block in blocks])
-    assert drained(log) == values(0, 400)
+    assert read_all(log) == build_values(0, 400)
 
 
 @pytest.mark.parametrize("keep", [0, 10, 40, 300])
-def test_a_process_killed_in_the_middle_of_a_write_loses_nothing_before_it(
-    tmp_path: Path, keep: int
-) -> None:
+def test_kill_during_a_write_loses_nothing_before_it(tmp_path: Path, keep: int) -> None:
     child = os.fork()
     if not child:
         disk = FaultyDisk()
         log = open_log(tmp_path, disk)
-        fill(log, 10, blocks=2)
+        append_events(log, 10, blocks=2)
         disk.tear(keep_bytes=keep, kill=True)
-        fill(log, 10)
+        append_events(log, 10)
         os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     log = open_log(tmp_path)
     assert (log.end, log.torn_bytes) == (20, keep)
-    fill(log, 10)
-    assert drained(log) == values(0, 30)
+    append_events(log, 10)
+    assert read_all(log) == build_values(0, 30)
 
 
 # Syncs that fail
 
 
-def failed_sync(directory: Path, disk: FaultyDisk, synced: int) -> Log:
+def fail_sync(directory: Path, disk: FaultyDisk, synced: int) -> Log:
     log = open_log(directory, disk)
     if synced:
-        fill(log, 10, blocks=synced)
+        append_events(log, 10, blocks=synced)
         log.sync()
-    fill(log, 10, blocks=3)
+    append_events(log, 10, blocks=3)
     disk.fail("sync")
     with pytest.raises(SyncFailed) as caught:
         log.sync()
@@ -132,71 +128,71 @@ def failed_sync(directory: Path, disk: FaultyDisk, synced: int) -> Log:
 
 
 @pytest.mark.parametrize("synced", [0, 1, 3])
-def test_after_a_failed_sync_everything_is_written_again(tmp_path: Path, synced: int) -> None:
+def test_failed_sync_rewrites_all_unsynced_events(tmp_path: Path, synced: int) -> None:
     disk = FaultyDisk()
-    log = failed_sync(tmp_path, disk, synced)
+    log = fail_sync(tmp_path, disk, synced)
     total = 10 * (synced + 3)
     reader = log.create_reader()
     assert isinstance(reader.read(total - 5, 2), StoredEvents)
-    for refused in (log.sync, lambda: fill(log, 1), log.rotate):
+    for refused in (log.sync, lambda: append_events(log, 1), log.rotate):
         with pytest.raises(SyncFailed):
             refused()
     assert log.rewrite_after_failed_sync() == []
     assert log.synced_end == log.end == total
-    fill(log, 10)
+    append_events(log, 10)
     log.sync()
-    assert drained(log) == values(0, total + 10)
+    assert read_all(log) == build_values(0, total + 10)
     found = reader.read(total - 1, 5)
     assert isinstance(found, StoredEvents)
     log.close()
     log = open_log(tmp_path)
-    assert drained(log) == values(0, total + 10)
+    assert read_all(log) == build_values(0, total + 10)
     assert [span.first for span in log.list_segments()] == sorted({0, 10 * synced})
 
 
-def test_a_sync_that_fails_at_a_rotation_is_rescued_and_the_append_goes_on(
+def test_append_continues_after_a_failed_sync_at_a_rotation(
     tmp_path: Path,
 ) -> None:
     disk = FaultyDisk()
     log = open_log(tmp_path, disk, segment_size=1500)
-    fill(log, 50)
+    append_events(log, 50)
     disk.fail("sync")
     with pytest.raises(SyncFailed):
-        fill(log, 50)
+        append_events(log, 50)
     assert log.rewrite_after_failed_sync() == []
-    fill(log, 50)
+    append_events(log, 50)
     log.sync()
-    assert drained(log) == values(0, 100)
+    assert read_all(log) == build_values(0, 100)
 
 
-def test_several_unsynced_chunks_are_all_rescued(tmp_path: Path) -> None:
+def test_several_unsynced_segments_are_all_rewritten(tmp_path: Path) -> None:
     disk = FaultyDisk()
     log = open_log(tmp_path, disk, segment_size=1500, durable=False)
-    fill(log, 10, blocks=12)
+    append_events(log, 10, blocks=12)
     assert len(log.list_segments()) > 2
     disk.fail("sync", nth=2)
     with pytest.raises(SyncFailed):
         log.sync()
     assert log.rewrite_after_failed_sync() == []
-    fill(log, 10)
-    assert drained(log) == values(0, 130)
+    append_events(log, 10)
+    assert read_all(log) == build_values(0, 130)
 
 
 @pytest.mark.parametrize("byte", [5, 60])
 @pytest.mark.parametrize("synced", [0, 2])
-def test_what_can_not_be_read_back_is_reported_and_kept(
+def test_events_that_cannot_be_read_back_are_reported_and_quarantined(
     tmp_path: Path, synced: int, byte: int
 ) -> None:
     disk = FaultyDisk()
     log = open_log(tmp_path, disk)
     if synced:
-        fill(log, 10, blocks=synced)
+        append_events(log, 10, blocks=synced)
         log.sync()
-    fill(log, 10)
+    append_events(log, 10)
     start = log.position.byte
-    fill(log, 10)
+    append_events(log, 10)
     stop = log.position.byte
-    fill(log, 10)
+    append_events(log, 10)
     disk.fail("sync")
     with pytest.raises(SyncFailed):
         log.sync()
@@ -206,29 +202,29 @@ def test_what_can_not_be_read_back_is_reported_and_kept(
     damaged = (tmp_path / CHUNK_0).read_bytes()[start:stop]
     lost = 10 * synced + 10
     assert log.rewrite_after_failed_sync() == [(lost, lost + 10)]
-    assert kept(tmp_path) == damaged
+    assert read_quarantine(tmp_path) == damaged
     total = 10 * synced + 30
     expected = [
-        *values(0, lost),
+        *build_values(0, lost),
         UnreadableRange(lost, lost + 10, Outcome.MISSING),
-        *values(lost + 10, total - lost - 10),
+        *build_values(lost + 10, total - lost - 10),
     ]
-    assert drained(log) == expected
+    assert read_all(log) == expected
 
 
 @pytest.mark.parametrize("operation", ["open", "write", "sync", "rename", "sync_directory"])
-def test_a_rescue_that_fails_can_be_tried_again(tmp_path: Path, operation: str) -> None:
+def test_failed_rewrite_can_be_repeated(tmp_path: Path, operation: str) -> None:
     disk = FaultyDisk()
-    log = failed_sync(tmp_path, disk, 1)
+    log = fail_sync(tmp_path, disk, 1)
     disk.fail(operation)
     with pytest.raises(OSError, match="Input/output"):
         log.rewrite_after_failed_sync()
-    assert drained(log) == values(0, 40)
+    assert read_all(log) == build_values(0, 40)
     with pytest.raises(SyncFailed):
         log.sync()
     assert log.rewrite_after_failed_sync() == []
-    fill(log, 10)
-    assert drained(log) == values(0, 50)
+    append_events(log, 10)
+    assert read_all(log) == build_values(0, 50)
 
 
 @pytest.mark.parametrize("synced", [0, 1])
@@ -244,13 +240,13 @@ def test_a_rescue_that_fails_can_be_tried_again(tmp_path: Path, operation: str) 
         ("truncate", 2),
     ],
 )
-def test_a_crash_anywhere_in_a_rescue_loses_and_repeats_nothing(
+def test_kill_during_a_rewrite_loses_and_repeats_nothing(
     tmp_path: Path, operation: str, nth: int, synced: int
 ) -> None:
     child = os.fork()
     if not child:
         disk = FaultyDisk()
-        log = failed_sync(tmp_path, disk, synced)
+        log = fail_sync(tmp_path, disk, synced)
         disk.kill(operation, nth)
         log.rewrite_after_failed_sync()
         os._exit(0)  # not every rescue has a second truncate
@@ -258,30 +254,30 @@ def test_a_crash_anywhere_in_a_rescue_loses_and_repeats_nothing(
     total = 10 * synced + 30
     log = open_log(tmp_path)
     assert log.end == total
-    assert drained(log) == values(0, total)
-    fill(log, 10)
-    assert drained(log) == values(0, total + 10)
+    assert read_all(log) == build_values(0, total)
+    append_events(log, 10)
+    assert read_all(log) == build_values(0, total + 10)
     assert not list(tmp_path.glob("*.new"))
 
 
-def test_offsets_in_two_chunks_are_read_once_and_from_the_later(tmp_path: Path) -> None:
-    path, (first, second, _) = three_frames(tmp_path)
+def test_offsets_in_two_segments_are_read_once_from_the_later(tmp_path: Path) -> None:
+    path, (first, second, _) = write_three_frames(tmp_path)
     frames = path.read_bytes()[first:]
-    flip(path, second + 50)
+    flip_bit(path, second + 50)
     schema = block_of([b""], timestamps=1).select(["value", "timestamp"]).schema
     head = b"".join(bytes(memoryview(piece)) for piece in encode_schema_frame(schema, 10, QUEUE_ID))
     (tmp_path / f"{10:016x}.chunk").write_bytes(head + frames)
     log = open_log(tmp_path)
-    assert drained(log) == values(0, 30)
+    assert read_all(log) == build_values(0, 30)
 
 
-def follow(log: Log, total: int, problems: list[object]) -> None:
+def follow_writer(log: Log, total: int, problems: list[object]) -> None:
     """Read along with the writer, and note whatever is not as it was written."""
     reader, offset = log.create_reader(), 0
     while offset < total:
         result = reader.read(offset, 7)
         if isinstance(result, StoredEvents):
-            if get_values([result.block]) != values(offset, result.block.num_rows):
+            if get_values([result.block]) != build_values(offset, result.block.num_rows):
                 problems.append(offset)
             offset += result.block.num_rows
         elif result is not None:
@@ -289,17 +285,19 @@ def follow(log: Log, total: int, problems: list[object]) -> None:
             offset = result.end
 
 
-def test_readers_are_not_disturbed_by_a_rescue(tmp_path: Path) -> None:
+def test_rewrite_does_not_disturb_readers(tmp_path: Path) -> None:
     disk = FaultyDisk()
     log = open_log(tmp_path, disk)
     total = 6000
     problems: list[object] = []
 
-    threads = [threading.Thread(target=follow, args=(log, total, problems)) for _ in range(2)]
+    threads = [
+        threading.Thread(target=follow_writer, args=(log, total, problems)) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for number in range(total // 20):
-        fill(log, 20)
+        append_events(log, 20)
         if number % 10 == 5:
             disk.fail("sync")
             with pytest.raises(SyncFailed):
@@ -310,4 +308,4 @@ def test_readers_are_not_disturbed_by_a_rescue(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert problems == []
-    assert kept(tmp_path) == b""
+    assert read_quarantine(tmp_path) == b""

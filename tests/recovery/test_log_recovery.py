@@ -13,13 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.log_harness import (
     CHUNK_0,
-    drained,
-    fill,
-    flip,
-    kept,
+    append_events,
+    build_values,
+    flip_bit,
     open_log,
-    three_frames,
-    values,
+    read_all,
+    read_quarantine,
+    write_three_frames,
 )
 from turnlane.errors import NotAQueue
 from turnlane.events import block_of
@@ -46,10 +46,10 @@ class WatchedDisk(Disk):
 # Torn tails
 
 
-def test_a_tail_torn_at_any_byte_is_kept_and_cut(tmp_path: Path) -> None:
+def test_torn_tail_is_copied_to_quarantine_and_cut(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    path, (_, second, third) = three_frames(source)
+    path, (_, second, third) = write_three_frames(source)
     data = path.read_bytes()
     for size in range(second + 1, third):
         directory = tmp_path / str(size)
@@ -57,16 +57,16 @@ def test_a_tail_torn_at_any_byte_is_kept_and_cut(tmp_path: Path) -> None:
         (directory / CHUNK_0).write_bytes(data[:size])
         log = open_log(directory, hint=LogPosition(0, second, 20))
         assert (log.end, log.torn_bytes) == (20, size - second)
-        assert kept(directory) == data[second:size]
-        fill(log, 10)
-        assert drained(log) == values(0, 30)
+        assert read_quarantine(directory) == data[second:size]
+        append_events(log, 10)
+        assert read_all(log) == build_values(0, 30)
         log.close()
         assert (directory / CHUNK_0).read_bytes() == data
         shutil.rmtree(directory)
 
 
-def test_a_tail_of_zeros_is_torn(tmp_path: Path) -> None:
-    path, (*_, third) = three_frames(tmp_path)
+def test_tail_of_zeros_is_cut_as_torn(tmp_path: Path) -> None:
+    path, (*_, third) = write_three_frames(tmp_path)
     with path.open("ab") as file:
         file.write(bytes(10_000))
     log = open_log(tmp_path)
@@ -74,8 +74,8 @@ def test_a_tail_of_zeros_is_torn(tmp_path: Path) -> None:
     assert path.stat().st_size == third
 
 
-def test_the_same_tail_torn_twice_is_kept_twice(tmp_path: Path) -> None:
-    path, (_, second, third) = three_frames(tmp_path)
+def test_tail_torn_twice_is_copied_twice(tmp_path: Path) -> None:
+    path, (_, second, third) = write_three_frames(tmp_path)
     torn = []
     for filler in (b"A", b"B"):
         with path.open("r+b") as file:
@@ -84,79 +84,81 @@ def test_the_same_tail_torn_twice_is_kept_twice(tmp_path: Path) -> None:
             file.write(filler * 50)
         torn.append(filler * 50)
         open_log(tmp_path).close()
-    assert kept(tmp_path) in (torn[0] + torn[1], torn[1] + torn[0])
+    assert read_quarantine(tmp_path) in (torn[0] + torn[1], torn[1] + torn[0])
     assert third > second
 
 
 @pytest.mark.parametrize("size", [0, 1, 31, 40, 100])
-def test_a_chunk_torn_at_its_birth_does_not_stop_the_log(tmp_path: Path, size: int) -> None:
-    path, _ = three_frames(tmp_path)
+def test_segment_torn_at_its_creation_does_not_stop_the_log(tmp_path: Path, size: int) -> None:
+    path, _ = write_three_frames(tmp_path)
     newborn = tmp_path / f"{30:016x}.chunk"
     newborn.write_bytes(path.read_bytes()[:size])
     log = open_log(tmp_path)
     assert log.end == 30
-    assert kept(tmp_path) == path.read_bytes()[:size]
-    fill(log, 10)
-    assert drained(log) == values(0, 40)
+    assert read_quarantine(tmp_path) == path.read_bytes()[:size]
+    append_events(log, 10)
+    assert read_all(log) == build_values(0, 40)
 
 
-def test_a_full_disk_does_not_keep_a_log_with_a_torn_tail_shut(tmp_path: Path) -> None:
-    path, (*_, third) = three_frames(tmp_path)
+def test_log_with_a_torn_tail_opens_on_a_full_disk(tmp_path: Path) -> None:
+    path, (*_, third) = write_three_frames(tmp_path)
     with path.open("ab") as file:
         file.write(b"torn" * 25)
     disk = FaultyDisk()
     disk.fill()
     log = open_log(tmp_path, disk)
-    assert drained(log) == values(0, 30)
+    assert read_all(log) == build_values(0, 30)
     with pytest.raises(OSError, match="No space"):
-        fill(log, 10)
+        append_events(log, 10)
     assert path.stat().st_size == third + 100
     disk.unfill()
-    fill(log, 10)
-    assert drained(log) == values(0, 40)
+    append_events(log, 10)
+    assert read_all(log) == build_values(0, 40)
     log.remove_segment(0)
-    assert b"torn" * 25 in kept(tmp_path)
+    assert b"torn" * 25 in read_quarantine(tmp_path)
 
 
 # Corruption
 
 
 @pytest.mark.parametrize("mode", ["none", "snappy"])
-def test_a_flipped_bit_in_any_header_byte_costs_one_frame(
-    tmp_path: Path, mode: CompressionMode
-) -> None:
+def test_flipped_bit_in_a_header_costs_one_frame(tmp_path: Path, mode: CompressionMode) -> None:
     log = open_log(tmp_path, mode=mode)
-    fill(log, 10)
+    append_events(log, 10)
     start = log.position.byte
-    fill(log, 10)
+    append_events(log, 10)
     stop = log.position.byte
-    fill(log, 10)
+    append_events(log, 10)
     log.close()
     path = tmp_path / CHUNK_0
     sound = path.read_bytes()
     for byte in [*range(32), *range(32, stop - start - 8, 41)]:
-        flip(path, start + byte)
+        flip_bit(path, start + byte)
         damaged = path.read_bytes()[start:stop]
         log = open_log(tmp_path)
-        expected = [*values(0, 10), UnreadableRange(10, 20, Outcome.CORRUPT), *values(20, 10)]
-        assert drained(log) == expected
-        assert drained(log) == expected  # not copied a second time
-        assert kept(tmp_path) == damaged
+        expected = [
+            *build_values(0, 10),
+            UnreadableRange(10, 20, Outcome.CORRUPT),
+            *build_values(20, 10),
+        ]
+        assert read_all(log) == expected
+        assert read_all(log) == expected  # not copied a second time
+        assert read_quarantine(tmp_path) == damaged
         log.close()
         path.write_bytes(sound)
         shutil.rmtree(tmp_path / "quarantine")
 
 
-def test_a_corrupt_last_frame_is_a_torn_tail_and_its_offsets_are_missing(tmp_path: Path) -> None:
-    path, (_, second, third) = three_frames(tmp_path)
-    flip(path, third - 20)
+def test_corrupt_last_frame_is_cut_and_its_offsets_are_missing(tmp_path: Path) -> None:
+    path, (_, second, third) = write_three_frames(tmp_path)
+    flip_bit(path, third - 20)
     log = open_log(tmp_path, hint=LogPosition(0, second, 20), floor=30)
     assert log.torn_bytes == third - second
-    assert drained(log) == [*values(0, 20), UnreadableRange(20, 30, Outcome.MISSING)]
+    assert read_all(log) == [*build_values(0, 20), UnreadableRange(20, 30, Outcome.MISSING)]
 
 
-def test_a_header_that_claims_two_exabytes_allocates_nothing(tmp_path: Path) -> None:
-    path, (first, *_) = three_frames(tmp_path)
+def test_header_with_a_length_of_two_exabytes_allocates_nothing(tmp_path: Path) -> None:
+    path, (first, *_) = write_three_frames(tmp_path)
     data = bytearray(path.read_bytes())
     data[first : first + 8] = (1 << 62 | 1 << 61).to_bytes(8, "little")
     data[first + 24 : first + 28] = compute_checksum([bytes(data[first : first + 24])]).to_bytes(
@@ -165,78 +167,78 @@ def test_a_header_that_claims_two_exabytes_allocates_nothing(tmp_path: Path) -> 
     path.write_bytes(bytes(data))
     disk = WatchedDisk()
     log = open_log(tmp_path, disk, floor=30)
-    assert drained(log) == [*values(0, 10), UnreadableRange(10, 30, Outcome.MISSING)]
+    assert read_all(log) == [*build_values(0, 10), UnreadableRange(10, 30, Outcome.MISSING)]
     assert disk.most <= len(data)
-    assert kept(tmp_path) == bytes(data[first:])
+    assert read_quarantine(tmp_path) == bytes(data[first:])
 
 
-def test_a_torn_chunk_before_the_last_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_torn_segment_before_the_last_is_read_up_to_the_tear(tmp_path: Path) -> None:
     log = open_log(tmp_path)
-    fill(log, 10, blocks=2)
+    append_events(log, 10, blocks=2)
     log.rotate()
-    fill(log, 10)
+    append_events(log, 10)
     log.close()
     path = tmp_path / CHUNK_0
     data = path.read_bytes()
     path.write_bytes(data[:-50])
     log = open_log(tmp_path)
-    assert drained(log) == [
-        *values(0, 10),
+    assert read_all(log) == [
+        *build_values(0, 10),
         UnreadableRange(10, 20, Outcome.CORRUPT),
-        *values(20, 10),
+        *build_values(20, 10),
     ]
-    assert data.endswith(kept(tmp_path) + data[-50:])
+    assert data.endswith(read_quarantine(tmp_path) + data[-50:])
 
 
-def test_a_chunk_cut_by_somebody_else_while_it_is_open_is_read_as_far_as_it_goes(
+def test_segment_truncated_while_open_is_read_up_to_the_cut(
     tmp_path: Path,
 ) -> None:
-    path, (_, second, third) = three_frames(tmp_path)
+    path, (_, second, third) = write_three_frames(tmp_path)
     log = open_log(tmp_path)
     for size in (third - 8, second + 40, second + 8):
         os.truncate(path, size)
-        assert drained(log) == [*values(0, 20), UnreadableRange(20, 30, Outcome.CORRUPT)]
+        assert read_all(log) == [*build_values(0, 20), UnreadableRange(20, 30, Outcome.CORRUPT)]
 
 
-def test_a_chunk_without_its_schema_is_moved_aside_whole(tmp_path: Path) -> None:
+def test_segment_without_schema_goes_to_quarantine(tmp_path: Path) -> None:
     log = open_log(tmp_path)
-    fill(log, 10)
+    append_events(log, 10)
     log.rotate()
-    fill(log, 10)
+    append_events(log, 10)
     log.close()
-    flip(tmp_path / CHUNK_0, 3)
+    flip_bit(tmp_path / CHUNK_0, 3)
     data = (tmp_path / CHUNK_0).read_bytes()
     log = open_log(tmp_path)
-    assert drained(log) == [UnreadableRange(0, 10, Outcome.CORRUPT), *values(10, 10)]
-    assert kept(tmp_path) == data
+    assert read_all(log) == [UnreadableRange(0, 10, Outcome.CORRUPT), *build_values(10, 10)]
+    assert read_quarantine(tmp_path) == data
 
 
-def test_a_last_chunk_without_its_schema_still_says_where_the_log_ends(tmp_path: Path) -> None:
-    path, _ = three_frames(tmp_path)
-    flip(path, 3)
+def test_last_segment_without_schema_still_determines_the_end(tmp_path: Path) -> None:
+    path, _ = write_three_frames(tmp_path)
+    flip_bit(path, 3)
     data = path.read_bytes()
     log = open_log(tmp_path)
     assert log.end == 30
-    assert kept(tmp_path) == data
-    fill(log, 10)
-    assert drained(log) == [UnreadableRange(0, 30, Outcome.MISSING), *values(30, 10)]
+    assert read_quarantine(tmp_path) == data
+    append_events(log, 10)
+    assert read_all(log) == [UnreadableRange(0, 30, Outcome.MISSING), *build_values(30, 10)]
 
 
-def test_a_corrupt_frame_on_a_full_disk_is_kept_with_its_chunk(tmp_path: Path) -> None:
-    path, (first, *_) = three_frames(tmp_path)
-    flip(path, first + 40)
+def test_corrupt_frame_on_a_full_disk_keeps_its_segment(tmp_path: Path) -> None:
+    path, (first, *_) = write_three_frames(tmp_path)
+    flip_bit(path, first + 40)
     data = path.read_bytes()
     disk = FaultyDisk()
     log = open_log(tmp_path, disk)
     log.rotate()
     disk.fill()
-    assert drained(log) == [
-        *values(0, 10),
+    assert read_all(log) == [
+        *build_values(0, 10),
         UnreadableRange(10, 20, Outcome.CORRUPT),
-        *values(20, 10),
+        *build_values(20, 10),
     ]
     log.remove_segment(0)
-    assert kept(tmp_path) == data
+    assert read_quarantine(tmp_path) == data
 
 
 # Hints, missing and foreign chunks, formats
@@ -254,31 +256,29 @@ def test_a_corrupt_frame_on_a_full_disk_is_kept_with_its_chunk(tmp_path: Path) -
         LogPosition(1 << 63, 1 << 62, 1 << 61),
     ],
 )
-def test_a_hint_that_cannot_be_true_is_not_believed(
-    tmp_path: Path, hint: LogPosition | None
-) -> None:
-    three_frames(tmp_path)
+def test_impossible_hint_is_ignored(tmp_path: Path, hint: LogPosition | None) -> None:
+    write_three_frames(tmp_path)
     log = open_log(tmp_path, hint=hint)
     assert (log.end, log.torn_bytes) == (30, 0)
-    assert drained(log) == values(0, 30)
+    assert read_all(log) == build_values(0, 30)
 
 
-def test_data_behind_the_journal_is_missing_not_reused(tmp_path: Path) -> None:
-    path, (_, second, third) = three_frames(tmp_path)
+def test_offsets_lost_behind_the_journal_are_missing_and_not_reused(tmp_path: Path) -> None:
+    path, (_, second, third) = write_three_frames(tmp_path)
     os.truncate(path, second)
     log = open_log(tmp_path, hint=LogPosition(0, third, 30), floor=30)
     assert log.end == 30
-    fill(log, 5)
-    assert drained(log) == [
-        *values(0, 20),
+    append_events(log, 5)
+    assert read_all(log) == [
+        *build_values(0, 20),
         UnreadableRange(20, 30, Outcome.MISSING),
-        *values(30, 5),
+        *build_values(30, 5),
     ]
 
 
-def test_a_true_hint_spares_reading_what_lies_before_it(tmp_path: Path) -> None:
+def test_valid_hint_skips_the_frames_before_it(tmp_path: Path) -> None:
     log = open_log(tmp_path)
-    fill(log, 1000, blocks=50)
+    append_events(log, 1000, blocks=50)
     hint = log.position
     log.close()
     disk = FaultyDisk()
@@ -286,31 +286,31 @@ def test_a_true_hint_spares_reading_what_lies_before_it(tmp_path: Path) -> None:
     assert disk.operations["read"] < 10
 
 
-def test_a_missing_chunk_is_reported(tmp_path: Path) -> None:
+def test_missing_segment_is_reported(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     for _ in range(3):
-        fill(log, 10)
+        append_events(log, 10)
         log.rotate()
-    fill(log, 10)
+    append_events(log, 10)
     log.close()
     (tmp_path / f"{10:016x}.chunk").unlink()
     log = open_log(tmp_path)
-    assert drained(log) == [
-        *values(0, 10),
+    assert read_all(log) == [
+        *build_values(0, 10),
         UnreadableRange(10, 20, Outcome.MISSING),
-        *values(20, 20),
+        *build_values(20, 20),
     ]
     (tmp_path / f"{20:016x}.chunk").unlink()
-    assert drained(log, 20) == [UnreadableRange(20, 30, Outcome.MISSING), *values(30, 10)]
+    assert read_all(log, 20) == [UnreadableRange(20, 30, Outcome.MISSING), *build_values(30, 10)]
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_foreign_chunk_is_put_aside(tmp_path: Path, which: int) -> None:
+def test_foreign_segment_is_set_aside(tmp_path: Path, which: int) -> None:
     log = open_log(tmp_path)
     for _ in range(2):
-        fill(log, 10)
+        append_events(log, 10)
         log.rotate()
-    fill(log, 10)
+    append_events(log, 10)
     log.close()
     name = f"{which * 10:016x}.chunk"
     other = tmp_path / "other"
@@ -321,8 +321,8 @@ def test_a_foreign_chunk_is_put_aside(tmp_path: Path, which: int) -> None:
     foreign = (other / f"{which * 10:016x}.chunk").read_bytes()
     (tmp_path / name).write_bytes(foreign)
     log = open_log(tmp_path, floor=30)
-    found = drained(log)
-    expected: list[bytes | UnreadableRange | None] = list(values(0, 30))
+    found = read_all(log)
+    expected: list[bytes | UnreadableRange | None] = list(build_values(0, 30))
     expected[which * 10 : which * 10 + 10] = [
         UnreadableRange(which * 10, which * 10 + 10, Outcome.MISSING)
     ]
@@ -331,8 +331,8 @@ def test_a_foreign_chunk_is_put_aside(tmp_path: Path, which: int) -> None:
     assert not (tmp_path / name).exists()
 
 
-def test_an_unknown_format_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
-    path, _ = three_frames(tmp_path)
+def test_unknown_format_is_refused_before_any_change(tmp_path: Path) -> None:
+    path, _ = write_three_frames(tmp_path)
     future = pa.schema([]).with_metadata({"turnlane.format": "9"})
     with (tmp_path / f"{30:016x}.chunk").open("wb") as file:
         for piece in encode_frame(FrameKind.SCHEMA, 30, 0, [future.serialize()]):
@@ -345,9 +345,9 @@ def test_an_unknown_format_is_refused_and_nothing_is_touched(tmp_path: Path) -> 
     assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == before
 
 
-def test_columns_that_came_later_are_null_before(tmp_path: Path) -> None:
+def test_column_added_later_is_null_in_earlier_events(tmp_path: Path) -> None:
     log = open_log(tmp_path)
-    fill(log, 10)
+    append_events(log, 10)
     extra = block_of([b"x"]).append_column("level", pa.array([7]))
     log.append(10, extra)
     log.close()
@@ -388,7 +388,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 60), keyed=st.booleans())
     def append(self, count: int, keyed: bool) -> None:
-        new = values(len(self.model), count)
+        new = build_values(len(self.model), count)
         self.log.append(len(self.model), block_of(new, keys=["k"] * count if keyed else None))
         self.model += new
 
@@ -397,7 +397,7 @@ class LogMachine(RuleBasedStateMachine):
         self.disk.tear(keep_bytes=keep)
         end = self.log.end
         with pytest.raises(OSError, match="Input/output"):
-            self.log.append(end, block_of(values(end, count), timestamps=1))
+            self.log.append(end, block_of(build_values(end, count), timestamps=1))
         self.disk.clear()
         assert self.log.end == end
 
@@ -436,7 +436,7 @@ class LogMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         if hasattr(self, "log"):
             assert self.log.end == len(self.model)
-            assert drained(self.log, self.gone) == self.model[self.gone :]
+            assert read_all(self.log, self.gone) == self.model[self.gone :]
 
     def teardown(self) -> None:
         if hasattr(self, "log"):

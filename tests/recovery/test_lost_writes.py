@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import Acks, wait_until
-from tests.recovery.hooked_disk import Opener, Stored, drained
+from tests.queue_internals import store_of
+from tests.recovery.hooked_disk import Opener, Stored, drain_queue
 from turnlane.events import block_of
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.testing import FaultyDisk
 
 KNOBS: dict[str, dict[str, Any]] = {
@@ -35,7 +36,7 @@ def opener() -> Iterator[Opener]:
         yield opener
 
 
-def publish(queue: HoldingQueue, end: int = len(VALUES)) -> None:
+def publish(queue: BufferedQueue, end: int = len(VALUES)) -> None:
     """The values up to ``end``; those that were published before are repeats."""
     producer = queue.producer(producer_id="p")
     for at in range(0, end, 10):
@@ -49,7 +50,7 @@ def unsynced(
     """A queue with events that are on disk and not synced."""
     path = tmp_path / "queue"
     queue = opener.stored(request.param, path, disk=disk, **KNOBS[request.param], **SLOW)
-    log = queue.store.log
+    log = store_of(queue).log
     queue.producer().publish_block(block_of([b"first"] * 20))
     wait_until(lambda: log.synced_end > 0, "the first events are synced")
     publish(queue)
@@ -65,57 +66,57 @@ def written(unsynced: Stored, disk: FaultyDisk) -> Stored:
     return unsynced
 
 
-def test_what_a_power_cut_took_can_be_sent_again(
+def test_events_lost_in_a_power_cut_are_accepted_again(
     opener: Opener, disk: FaultyDisk, tmp_path: Path, unsynced: Stored
 ) -> None:
     """The journal, which was spared, does not take it for a repeat."""
-    synced = unsynced.store.log.synced_end
+    synced = store_of(unsynced).log.synced_end
     unsynced.sync_acks()
     disk.cut_power(tmp_path / "queue", tmp_path / "copy", match=".chunk")
     again = opener.stored(unsynced.settings.kind, tmp_path / "copy")
     assert again.stats().ledger.accepted == synced
     publish(again)
-    assert drained(again) == [b"first"] * synced + VALUES
+    assert drain_queue(again) == [b"first"] * synced + VALUES
     assert not again.stats().ledger.dropped
 
 
-def test_what_a_kill_left_in_the_page_cache_is_a_repeat(
+def test_events_left_in_the_page_cache_by_a_kill_are_repeats(
     opener: Opener, tmp_path: Path, unsynced: Stored
 ) -> None:
     """Though the journal knows nothing of it: the frames themselves say whose they are."""
-    written = unsynced.store.log.end  # not all: what is assisted by a disk keeps some in memory
+    written = store_of(unsynced).log.end  # not all: what is assisted by a disk keeps some in memory
     shutil.copytree(tmp_path / "queue", tmp_path / "copy")
     again = opener.stored(unsynced.settings.kind, tmp_path / "copy")
     assert again.stats().ledger.accepted >= written
     publish(again)
-    assert drained(again) == [b"first"] * 20 + VALUES
+    assert drain_queue(again) == [b"first"] * 20 + VALUES
 
 
-def test_a_repeat_is_known_by_a_chunk_that_is_not_the_last(opener: Opener, tmp_path: Path) -> None:
+def test_repeat_is_recognised_from_a_chunk_before_the_last(opener: Opener, tmp_path: Path) -> None:
     """Chunks are begun before the interval is over, and recovery reads only the last."""
     knobs: dict[str, Any] = {**KNOBS["disk"], **SLOW, "chunk_size": "1Ki"}
     queue = opener.stored("disk", tmp_path / "queue", **knobs)
     for at in range(0, len(VALUES), 10):
         publish(queue, at + 10)
-        wait_until(lambda end=at + 10: queue.store.log.end == end, "a frame of its own")  # type: ignore[misc]
-    assert queue.store.log.rotations > 1
+        wait_until(lambda end=at + 10: store_of(queue).log.end == end, "a frame of its own")  # type: ignore[misc]
+    assert store_of(queue).log.rotations > 1
     shutil.copytree(tmp_path / "queue", tmp_path / "copy")
     again = opener.stored("disk", tmp_path / "copy")
     publish(again)
-    assert drained(again) == VALUES
+    assert drain_queue(again) == VALUES
 
 
-def test_they_are_written_again(opener: Opener, tmp_path: Path, written: Stored) -> None:
+def test_lost_writes_are_written_again(opener: Opener, tmp_path: Path, written: Stored) -> None:
     written.close()
     assert written.stats().disk_errors == 1
     assert not written.stats().ledger.dropped
     again = opener.stored(written.settings.kind, tmp_path / "queue")
     publish(again)
-    assert drained(again) == [b"first"] * 20 + VALUES
+    assert drain_queue(again) == [b"first"] * 20 + VALUES
     assert again.stats().quarantined == 0
 
 
-def test_their_publishers_are_told_the_truth(
+def test_publishers_of_lost_writes_get_correct_acks(
     opener: Opener, disk: FaultyDisk, tmp_path: Path
 ) -> None:
     queue = opener("disk", path=tmp_path, disk=disk, **KNOBS["disk"], **SLOW)
@@ -128,31 +129,31 @@ def test_their_publishers_are_told_the_truth(
     assert queue.producer(ack="persisted").publish(b"c")
     acks.wait_for(2)
     assert acks.dropped == 0
-    assert drained(queue) == [b"first", b"a", b"b", b"c"]
+    assert drain_queue(queue) == [b"first", b"a", b"b", b"c"]
 
 
-def test_they_keep_their_columns_and_their_order(
+def test_rewritten_events_keep_columns_and_order(
     opener: Opener, disk: FaultyDisk, tmp_path: Path
 ) -> None:
     """Also when some were settled meanwhile, and when the chunk is not the last."""
     queue = opener.stored("disk", tmp_path, disk=disk, **KNOBS["disk"], **SLOW)
     assert queue.producer(ack="persisted").publish(b"first")
     publish(queue)
-    wait_until(lambda: queue.store.log.end == 1 + len(VALUES))
+    wait_until(lambda: store_of(queue).log.end == 1 + len(VALUES))
     queue.settle(6, 26)
     queue.producer().publish(b"keyed", "key", headers={"a": "b"})
     disk.forget(match=".chunk")
     queue.close()
     again = opener("disk", path=tmp_path)
-    assert drained(again) == [b"first", *VALUES[:5], *VALUES[25:], b"keyed"]
+    assert drain_queue(again) == [b"first", *VALUES[:5], *VALUES[25:], b"keyed"]
     assert not again.stats().ledger.dropped
 
 
-def test_no_more_is_kept_for_it_than_the_queue_may_keep_in_memory(
+def test_unsynced_events_in_memory_stay_within_memory_bytes(
     opener: Opener, disk: FaultyDisk, tmp_path: Path
 ) -> None:
     queue = opener.stored("disk", tmp_path, disk=disk, **KNOBS["disk"], **SLOW)
     for _ in range(20):
         queue.producer().publish_block(block_of([bytes(1024)] * 2))
-    wait_until(lambda: queue.store.log.end == 40)
+    wait_until(lambda: store_of(queue).log.end == 40)
     assert queue.stats().syncs >= 4

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contract.harness import PATIENCE, Task, wait_until
+from tests.queue_internals import state_of
 from tests.recovery.hooked_disk import HookedDisk
 from tests.recovery.proxy_harness import Publisher, await_values, impatience, open_proxy
 from turnlane.events import get_values
+from turnlane.queues import open_buffered_queue
 from turnlane.queues.api import AckLevel
-from turnlane.queues.disk import DiskQueue
-from turnlane.queues.proxy import ProxyQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import QueueSettings
 from turnlane.storage.disk_io import Disk
 from turnlane.testing import FlakyTransport, LoopbackTransport, ModelNode, Step
@@ -34,14 +35,14 @@ def _impatient() -> Iterator[None]:
         yield
 
 
-def _publishers(queue: ProxyQueue, node: ModelNode) -> list[Publisher]:
+def _publishers(queue: BufferedQueue, node: ModelNode) -> list[Publisher]:
     return [
         Publisher(queue, node.values, "p", AckLevel.PERSISTED),
         Publisher(queue, node.values, "d", AckLevel.DELIVERED),
     ]
 
 
-def _settle_and_check(queue: ProxyQueue, node: ModelNode, publishers: list[Publisher]) -> None:
+def _settle_and_check(queue: BufferedQueue, node: ModelNode, publishers: list[Publisher]) -> None:
     node.come_back()
     node.become_eager(AckLevel.DELIVERED)
     for publisher in publishers:
@@ -60,7 +61,7 @@ def _settle_and_check(queue: ProxyQueue, node: ModelNode, publishers: list[Publi
 @pytest.mark.parametrize("crash", [False, True], ids=["connection", "node"])
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.parametrize("step", list(Step))
-def test_does_a_death_at_any_step_lose_double_or_ack_early(
+def test_death_at_any_step_neither_loses_nor_doubles_nor_acks_early(
     step: Step, nth: int, crash: bool
 ) -> None:
     """Whether the connection dies alone or with its node, all arrives once and in order."""
@@ -83,7 +84,7 @@ def test_does_a_death_at_any_step_lose_double_or_ack_early(
     _settle_and_check(queue, node, publishers)
 
 
-def test_is_what_a_node_had_only_accepted_sent_again() -> None:
+def test_events_only_accepted_by_a_crashed_node_are_sent_again() -> None:
     """Contents given up by the queue are still there to be sent again to a node that crashed."""
     node = ModelNode()
     queue = open_proxy(node, batches=1)
@@ -98,7 +99,7 @@ def test_is_what_a_node_had_only_accepted_sent_again() -> None:
     _settle_and_check(queue, node, publishers)
 
 
-def test_are_repeats_dropped_where_batches_overlap() -> None:
+def test_overlapping_batches_drop_repeats() -> None:
     """A node that took half of a block takes the other half, and only that, the next time."""
     node = ModelNode()
     transport = FlakyTransport(node)
@@ -113,7 +114,7 @@ def test_are_repeats_dropped_where_batches_overlap() -> None:
     _settle_and_check(queue, node, [publisher])
 
 
-def test_is_nothing_sent_again_that_was_persisted() -> None:
+def test_persisted_events_are_not_sent_again() -> None:
     """A connection that breaks after everything was persisted costs no repeats."""
     node = ModelNode(eager=AckLevel.PERSISTED)
     transport = FlakyTransport(node)
@@ -141,7 +142,7 @@ ACTIONS = st.one_of(
 
 @settings(max_examples=4 * settings().max_examples)
 @given(actions=st.lists(ACTIONS, max_size=30))
-def test_does_any_sequence_of_deaths_lose_double_or_ack_early(
+def test_any_sequence_of_deaths_neither_loses_nor_doubles_nor_acks_early(
     actions: list[tuple[str, object, object]],
 ) -> None:
     """Publishing, persisting, delivering and dying in any order ends with everything in place."""
@@ -167,11 +168,13 @@ def test_does_any_sequence_of_deaths_lose_double_or_ack_early(
     _settle_and_check(queue, node, publishers)
 
 
-def _far_queue(path: Path, disk: Disk | None = None, **knobs: object) -> DiskQueue:
-    return DiskQueue(QueueSettings.of(kind="disk", path=path, name="far", **knobs), disk=disk)
+def _far_queue(path: Path, disk: Disk | None = None, **knobs: object) -> BufferedQueue:
+    return open_buffered_queue(
+        QueueSettings.of(kind="disk", path=path, name="far", **knobs), disk=disk
+    )
 
 
-def test_does_a_real_node_that_was_killed_get_everything_again(tmp_path: Path) -> None:
+def test_killed_real_node_gets_everything_again(tmp_path: Path) -> None:
     """A disk queue whose process dies loses its write buffer; the proxy fills it up again."""
     far = [_far_queue(tmp_path / "0", sync_interval="1000h", stale_flush="1000h")]
     far[0].producer(ack="persisted").publish(b"before")
@@ -211,7 +214,7 @@ def test_does_a_real_node_that_was_killed_get_everything_again(tmp_path: Path) -
 LAZY: dict[str, Any] = {"sync_interval": "1000h", "stale_flush": "1000h"}
 
 
-def test_is_the_node_urged_once_it_has_all_that_is_waited_for(tmp_path: Path) -> None:
+def test_node_is_urged_once_it_has_all_awaited_events(tmp_path: Path) -> None:
     """Though it has been busy since the first of several batches, with that one alone."""
     disk = HookedDisk()
     far = _far_queue(tmp_path, disk, **LAZY)
@@ -227,7 +230,7 @@ def test_is_the_node_urged_once_it_has_all_that_is_waited_for(tmp_path: Path) ->
         assert flushing.result()
 
 
-def test_is_a_node_that_comes_back_urged_again(tmp_path: Path) -> None:
+def test_returning_node_is_urged_again(tmp_path: Path) -> None:
     """What the one before it was told died with it."""
     disk = HookedDisk()
     dead = _far_queue(tmp_path / "0", disk, **LAZY)
@@ -249,10 +252,10 @@ def test_is_a_node_that_comes_back_urged_again(tmp_path: Path) -> None:
             assert far.end == 5
 
 
-def _flushing(queue: ProxyQueue, count: int) -> Task[bool]:
+def _flushing(queue: BufferedQueue, count: int) -> Task[bool]:
     """Events, and a publisher that waits until the node has persisted all of them."""
     publisher = Publisher(queue, lambda _: (), "p", AckLevel.PERSISTED)
     publisher.publish(count)
     flushing = Task(lambda: publisher.producer.flush(PATIENCE))
-    wait_until(lambda: queue._held.watermarks[AckLevel.PERSISTED].waiting > 0, "the publisher")
+    wait_until(lambda: state_of(queue).acks.persisted.waiters > 0, "the publisher")
     return flushing

@@ -20,13 +20,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.conftest import IN_CI
 from tests.contract.harness import PATIENCE, Acks, wait_until
-from tests.recovery.hooked_disk import values_in
+from tests.queue_internals import remote_storage_of
+from tests.recovery.hooked_disk import get_block_values
 from tests.recovery.proxy_harness import impatience, open_proxy
 from tests.recovery.still_disk import StillDisk
 from turnlane.events import block_of
+from turnlane.queues import open_buffered_queue
 from turnlane.queues.api import Batch
-from turnlane.queues.disk import DiskQueue
-from turnlane.queues.producer import hashed
 from turnlane.queues.settings import QueueSettings
 from turnlane.testing import FlakyTransport, LoopbackTransport, Step
 
@@ -65,7 +65,7 @@ class ProxyMachine(RuleBasedStateMachine):
     def open_node(self, path: Path) -> None:
         knobs = {"sync_interval": self.interval, "stale_flush": "1h", "write_buffer": "4Ki"}
         settings = QueueSettings.of(kind="disk", path=path, chunk_size="4Ki", size=1000, **knobs)
-        self.node = DiskQueue(settings, disk=self.disk)
+        self.node = open_buffered_queue(settings, disk=self.disk)
         self.path = path
         self.out: list[Batch] = []
 
@@ -74,7 +74,7 @@ class ProxyMachine(RuleBasedStateMachine):
         self.cut_off = threading.Event()
         self.way = FlakyTransport(LoopbackTransport(self.node), crash=self.cut_off.set)
         self.queue = open_proxy(self.way, producer_id=NAME, batch_size=8, batches=3)
-        wait_until(lambda: self.queue._base is not None, "the node's greeting")
+        wait_until(lambda: remote_storage_of(self.queue)._base is not None, "the node's greeting")
         self.base = len(self.events)
         self.acks = {PERSISTED: Acks(), DELIVERED: Acks()}
         self.producers = {
@@ -86,7 +86,7 @@ class ProxyMachine(RuleBasedStateMachine):
 
     def waiting(self) -> list[bytes]:
         """What was not settled and is in no consumer's hands."""
-        held = {value for batch in self.out for value in values_in(batch.block)}
+        held = {value for batch in self.out for value in get_block_values(batch.block)}
         return [value for value in self.events if value not in self.settled | self.lost | held]
 
     def low(self) -> int:
@@ -125,7 +125,7 @@ class ProxyMachine(RuleBasedStateMachine):
         expected = self.waiting()
         if expected:
             batch = self.queue.get(limit, timeout=PATIENCE)
-            found = values_in(batch.block)
+            found = get_block_values(batch.block)
             assert found == expected[: len(found)]
             self.out.append(batch)
 
@@ -133,7 +133,7 @@ class ProxyMachine(RuleBasedStateMachine):
     def done(self, which: int) -> None:
         if self.out:
             batch = self.out.pop(which % len(self.out))
-            values = values_in(batch.block)
+            values = get_block_values(batch.block)
             batch.done()
             self.settled.update(values)
 
@@ -182,7 +182,7 @@ class ProxyMachine(RuleBasedStateMachine):
 
     def has(self) -> int:
         """How many events the node has, as it tells its clients."""
-        return self.node.next_sequence(hashed(NAME))
+        return self.node.known_sequence(NAME) or 0
 
     def safe(self) -> int:
         """How many events the node must know: up to the last one known as persisted, or settled."""

@@ -42,7 +42,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def flip(data: bytearray, rng: random.Random) -> bytearray:
+def flip_bit(data: bytearray, rng: random.Random) -> bytearray:
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     return data
 
@@ -53,7 +53,7 @@ def overwrite(data: bytearray, rng: random.Random) -> bytearray:
     return data
 
 
-def cut(data: bytearray, rng: random.Random) -> bytearray:
+def cut_file(data: bytearray, rng: random.Random) -> bytearray:
     return data[: rng.randrange(len(data))]
 
 
@@ -65,7 +65,7 @@ def delete(data: bytearray, rng: random.Random) -> None:
     """The file goes."""
 
 
-HARMS: list[Harm] = [flip, overwrite, cut, extend, delete]
+HARMS: list[Harm] = [flip_bit, overwrite, cut_file, extend, delete]
 
 
 def harm_file(path: Path, harm: Harm, rng: random.Random) -> None:
@@ -80,7 +80,7 @@ def harm_file(path: Path, harm: Harm, rng: random.Random) -> None:
         path.write_bytes(harmed + data[used:])
 
 
-def pending(path: Path) -> dict[int, bytes | None]:
+def list_pending(path: Path) -> dict[int, bytes | None]:
     """All unsettled events that can be read, by offset."""
     found: dict[int, bytes | None] = {}
     for piece in QueueInspection(path).slices(Selection()):
@@ -92,7 +92,7 @@ def pending(path: Path) -> dict[int, bytes | None]:
     harms=st.lists(st.tuples(st.sampled_from(HARMS), st.integers(0, 9)), min_size=1, max_size=3),
     seed=st.integers(0, 1 << 32),
 )
-def test_any_harm_is_seen_and_repaired(
+def test_any_damage_is_found_and_repaired(
     sound: Path,
     tmp_path_factory: pytest.TempPathFactory,
     harms: list[tuple[Harm, int]],
@@ -105,11 +105,11 @@ def test_any_harm_is_seen_and_repaired(
     for harm, which in harms:
         if (file := files[which % len(files)]).exists():
             harm_file(file, harm, rng)
-    report, readable = QueueInspection(path).verify(), pending(path)
+    report, readable = QueueInspection(path).verify(), list_pending(path)
     if report.clean:
-        assert readable == pending(sound)
+        assert readable == list_pending(sound)
     repaired = QueueRepair(path).run()
-    after = pending(path)
+    after = list_pending(path)
     assert after.items() <= readable.items()
     assert repaired.saved == len(after)
     if not any(finding.kind is FindingKind.JOURNAL for finding in report.faults):

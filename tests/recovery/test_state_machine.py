@@ -29,14 +29,15 @@ from hypothesis.stateful import (
 
 from tests.conftest import IN_CI
 from tests.contract.harness import PATIENCE, Acks, wait_until
-from tests.recovery.hooked_disk import values_in
+from tests.queue_internals import state_of
+from tests.recovery.hooked_disk import get_block_values
 from tests.recovery.still_disk import StillDisk
 from turnlane.errors import BatchFreed, QueueClosed, QueueEmpty, RetryLater
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
 from turnlane.queues import open_queue
 from turnlane.queues.api import Batch, Producer
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 
 SIZE = 60
 PERSISTED, DELIVERED = "persisted", "delivered"
@@ -94,12 +95,12 @@ class QueueMachine(RuleBasedStateMachine):
         }
         self.published: dict[str, list[int]] = {PERSISTED: [], DELIVERED: []}
 
-    def opened(self) -> HoldingQueue:
+    def opened(self) -> BufferedQueue:
         more: dict[str, Any] = {"path": self.path, "disk": self.disk} if self.durable else {}
         if self.lazy:
             more |= {"sync_interval": "1h", "stale_flush": "1h"}
         queue = open_queue(**self.knobs | more, size=SIZE)
-        assert isinstance(queue, HoldingQueue)
+        assert isinstance(queue, BufferedQueue)
         return queue
 
     # The model
@@ -142,7 +143,9 @@ class QueueMachine(RuleBasedStateMachine):
         for _ in range(100):
             if found or not fits or not self.bounded:
                 break
-            wait_until(lambda: not self.queue.gate._held, "a writer that has caught up")
+            wait_until(
+                lambda: not state_of(self.queue).admission.is_held, "a writer that has caught up"
+            )
             found = call()
         return found
 
@@ -206,7 +209,7 @@ class QueueMachine(RuleBasedStateMachine):
         offsets = list(range(batch.place.first, batch.place.end))
         assert len(offsets) <= limit
         assert offsets == expected[: len(offsets)]
-        assert values_in(batch.block) == [self.events[at] for at in offsets]
+        assert get_block_values(batch.block) == [self.events[at] for at in offsets]
         assert {self.attempts.get(at, 1) for at in offsets} == {batch.attempt}
         self.returned.difference_update(offsets)
         self.handed_out.update(offsets)
@@ -267,7 +270,7 @@ class QueueMachine(RuleBasedStateMachine):
             return
         start, block = found
         assert start >= first
-        assert values_in(block) == self.events[start : start + block.num_rows]
+        assert get_block_values(block) == self.events[start : start + block.num_rows]
 
     @rule(count=st.integers(1, 20))
     def settle_by_offset(self, count: int) -> None:
@@ -384,7 +387,7 @@ class QueueMachine(RuleBasedStateMachine):
         while (read := self.queue.read(at, SIZE)) is not None:
             first, block = read
             at = first + block.num_rows
-            assert values_in(block) == self.events[first:at]
+            assert get_block_values(block) == self.events[first:at]
             found.update(range(first, at))
         return found
 
@@ -491,7 +494,7 @@ class DirectMachine(RuleBasedStateMachine):
         self.producer = self.queue.producer(ack=DELIVERED, on_ack=self.acks)
 
     def consume(self, batch: Batch) -> None:
-        values = values_in(batch.block)
+        values = get_block_values(batch.block)
         if self.fate == "raise":
             raise RetryLater("not now")
         getattr(batch, self.fate)()

@@ -22,17 +22,17 @@ from tests.contract.harness import (
     wait_for_line,
     wait_until,
 )
-from tests.recovery.hooked_disk import HookedDisk, Once, Opener, Stored, drained, take, values_in
+from tests.queue_internals import state_of, store_of
+from tests.recovery.hooked_disk import HookedDisk, Once, Opener, drain_queue, get_block_values, take
 from turnlane.errors import EventsLost, QueueClosed, QueueFull, StorageFailed
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
 from turnlane.queues import disk as disk_queues
 from turnlane.queues.api import Ack
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.disk import DiskQueue
-from turnlane.queues.disk_assisted import DiskAssistedQueue
-from turnlane.queues.disk_writer import Job
-from turnlane.queues.producer import HoldingProducer
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.disk import DiskStorage, WriteJob
+from turnlane.queues.disk_assisted import SpillStorage
+from turnlane.queues.producer import BufferedProducer
 
 SMALL: dict[str, Any] = {
     "durability": "always",
@@ -48,14 +48,14 @@ def long_values(first: int, end: int) -> list[bytes]:
     return [value + bytes(500) for value in numbered(first, end)]
 
 
-def publish(queue: HoldingQueue, values: list[bytes]) -> None:
+def publish(queue: BufferedQueue, values: list[bytes]) -> None:
     """Publish one by one, each persisted before the next."""
     producer = queue.producer(ack="persisted")
     for value in values:
         assert producer.publish(value)
 
 
-def stored_blocks(opener: Opener, path: Path, count: int, **knobs: Any) -> list[bytes]:
+def store_blocks(opener: Opener, path: Path, count: int, **knobs: Any) -> list[bytes]:
     """Leave blocks of ten events in a directory, each a frame of its own; returns the values."""
     queue = opener.stored("disk", path, compression="none", **knobs)
     values: list[bytes] = []
@@ -79,7 +79,7 @@ def forbid_deleting(path: Path, disk: HookedDisk) -> None:
 
 
 @pytest.mark.parametrize("trouble", [lose_first_chunk, forbid_deleting])
-def test_does_a_queue_go_on_when_a_settled_chunk_cannot_be_deleted(
+def test_queue_continues_when_a_settled_chunk_cannot_be_deleted(
     opener: Opener, tmp_path: Path, disk: HookedDisk, trouble: Callable[[Path, HookedDisk], None]
 ) -> None:
     """A file that somebody else deleted, or that stays, keeps no event out and closing quick."""
@@ -99,7 +99,7 @@ def test_does_a_queue_go_on_when_a_settled_chunk_cannot_be_deleted(
 # Publishers that wait
 
 
-def slowed_down(opener: Opener, flow: str) -> HoldingProducer:
+def delay_producer(opener: Opener, flow: str) -> BufferedProducer:
     """A producer that flow control slows down for longer than any test lasts."""
     mark = {"light_delay": PATIENCE * 2, "light_delay_mark": "97%"}
     queue = opener("memory", size=100, **mark)
@@ -109,33 +109,33 @@ def slowed_down(opener: Opener, flow: str) -> HoldingProducer:
     return producer
 
 
-def test_does_flow_control_keep_to_the_timeout(opener: Opener) -> None:
+def test_flow_control_respects_the_timeout(opener: Opener) -> None:
     """A producer that waits as long as needed waits no longer than its caller allows."""
-    producer = slowed_down(opener, "full")
+    producer = delay_producer(opener, "full")
     with pytest.raises(QueueFull):
         Task(lambda: producer.publish(b"late", timeout=0.01)).result()
     with pytest.raises(QueueFull):
         Task(lambda: producer.publish_block(block_of([b"late"]), timeout=0.01)).result()
-    assert producer.queue.stats().ledger.accepted == 97
+    assert producer.state.describe().ledger.accepted == 97
 
 
-def test_is_a_slight_delay_cut_short_by_the_timeout(opener: Opener) -> None:
+def test_light_delay_ends_at_the_timeout(opener: Opener) -> None:
     """A producer that is only slowed down comes in, or is told, when its time is over."""
-    producer = slowed_down(opener, "light")
+    producer = delay_producer(opener, "light")
     entered = 0
     with contextlib.suppress(QueueFull):
         entered += Task(lambda: producer.publish(b"late", timeout=0.01)).result()
-    assert producer.queue.stats().ledger.accepted == 97 + entered
+    assert producer.state.describe().ledger.accepted == 97 + entered
 
 
 # Reading
 
 
-def test_do_events_come_again_after_running_out_of_memory(
+def test_events_come_again_after_a_memory_error(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
     """Whatever goes wrong while reading, nothing of it is left out or lost track of."""
-    values = stored_blocks(opener, tmp_path, 3)
+    values = store_blocks(opener, tmp_path, 3)
     queue = opener.stored("disk", tmp_path, disk=disk, dequeue_batch_size=10)
     disk.on("read", Once(MemoryError("no memory")), match=".chunk")
     with pytest.raises((MemoryError, StorageFailed)):
@@ -148,11 +148,11 @@ def test_do_events_come_again_after_running_out_of_memory(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_is_a_reader_told_that_the_queue_was_closed(
+def test_waiting_reader_gets_queue_closed(
     opener: Opener, tmp_path: Path, disk: HookedDisk, late: bool
 ) -> None:
     """A consumer that reads the disk while the queue is closed hears just that, at any moment."""
-    values = stored_blocks(opener, tmp_path, 3)
+    values = store_blocks(opener, tmp_path, 3)
     queue = opener.stored("disk", tmp_path, disk=disk)
     pause = disk.pause("read", match=".chunk")
     getting = Task(queue.get)
@@ -166,21 +166,19 @@ def test_is_a_reader_told_that_the_queue_was_closed(
         getting.result()
     closing.result()
     assert disk.open_files == set()
-    assert drained(opener.stored("disk", tmp_path)) == values
+    assert drain_queue(opener.stored("disk", tmp_path)) == values
 
 
-def test_is_what_is_in_memory_delivered_when_the_chunk_is_gone(
-    opener: Opener, tmp_path: Path
-) -> None:
+def test_events_in_memory_are_delivered_without_their_chunk(opener: Opener, tmp_path: Path) -> None:
     """A file that somebody deleted costs what was only there."""
     knobs = {**SMALL, "chunk_size": "1Mi", "memory_bytes": "8Ki"}
     queue = opener.stored("disk", tmp_path, **knobs)
     publish(queue, long_values(0, 40))
-    in_memory = queue.tail.first
+    in_memory = state_of(queue).buffer.first
     assert 0 < in_memory < 35
     [chunk] = tmp_path.glob("*.chunk")
     chunk.unlink()
-    assert drained(queue) == long_values(in_memory, 40)
+    assert drain_queue(queue) == long_values(in_memory, 40)
     stats = queue.stats()
     assert stats.ledger.dropped == {"missing": in_memory}
     assert (stats.size, stats.bytes) == (0, 0)
@@ -205,7 +203,7 @@ class BadSector(HookedDisk):
         return super().read(fd, length, at)
 
 
-def insistently(queue: HoldingQueue) -> list[bytes]:
+def drain_despite_errors(queue: BufferedQueue) -> list[bytes]:
     """All that is left, settled, whatever reading raises."""
     found: list[bytes] = []
 
@@ -213,7 +211,7 @@ def insistently(queue: HoldingQueue) -> list[bytes]:
         with contextlib.suppress(QueueClosed):
             while True:
                 with contextlib.suppress(StorageFailed), queue.get(timeout=PATIENCE) as batch:
-                    found.extend(values_in(batch.block))
+                    found.extend(get_block_values(batch.block))
 
     queue.finish()
     Task(take_all).result()
@@ -221,15 +219,15 @@ def insistently(queue: HoldingQueue) -> list[bytes]:
 
 
 @pytest.mark.parametrize("first_byte", [0, 1000])
-def test_is_what_cannot_be_read_given_up_at_last(
+def test_unreadable_events_are_given_up_after_some_attempts(
     opener: Opener, tmp_path: Path, first_byte: int
 ) -> None:
     """A bad sector is tried a few times; then its frame counts as corrupt and the rest comes."""
-    values = stored_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
+    values = store_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
     disk = BadSector(first_byte)
     queue = opener.stored("disk", tmp_path, disk=disk, dequeue_batch_size=5)
     disk.bad = True
-    assert insistently(queue) == values[10:]
+    assert drain_despite_errors(queue) == values[10:]
     assert disk.failed > 1
     ledger = queue.stats().ledger
     assert ledger.dropped == {"corrupt": 10}
@@ -239,18 +237,18 @@ def test_is_what_cannot_be_read_given_up_at_last(
     assert (again.stats().ledger.delivered, again.stats().ledger.pending) == (30, 0)
 
 
-def test_is_an_error_that_passes_no_loss(opener: Opener, tmp_path: Path) -> None:
+def test_temporary_read_error_loses_nothing(opener: Opener, tmp_path: Path) -> None:
     """A read that fails once is told and costs nothing."""
-    values = stored_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
+    values = store_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
     disk = BadSector(0, times=1)
     queue = opener.stored("disk", tmp_path, disk=disk, dequeue_batch_size=5)
     disk.bad = True
-    assert insistently(queue) == values
+    assert drain_despite_errors(queue) == values
     assert disk.failed == 1
     assert queue.stats().ledger.dropped == {}
 
 
-def by_offset(queue: HoldingQueue) -> list[bytes]:
+def read_by_offset(queue: BufferedQueue) -> list[bytes]:
     """All that a reader without leases finds, whatever reading raises."""
     found: list[bytes] = []
     at = 0
@@ -259,53 +257,53 @@ def by_offset(queue: HoldingQueue) -> list[bytes]:
             read = queue.read(at, 5)
             if read is None:
                 break
-            found += values_in(read[1])
+            found += get_block_values(read[1])
             at = read[0] + read[1].num_rows
     return found
 
 
-def test_do_readers_by_offset_pass_a_bad_sector(opener: Opener, tmp_path: Path) -> None:
+def test_readers_by_offset_skip_a_bad_sector(opener: Opener, tmp_path: Path) -> None:
     """A lane would wait for it for ever, and all behind it."""
-    values = stored_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
+    values = store_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
     disk = BadSector(1000)
     queue = opener.stored("disk", tmp_path, disk=disk)
     disk.bad = True
-    assert by_offset(queue) == values[10:]
+    assert read_by_offset(queue) == values[10:]
     assert queue.stats().ledger.dropped == {"corrupt": 10}
-    assert queue.unsettled(100).spans == [(10, 40)]
+    assert queue.find_unsettled(100).spans == [(10, 40)]
 
 
 # A writer with nothing to do
 
 
-def count_rounds(monkeypatch: pytest.MonkeyPatch, kind: type[Stored]) -> list[Job]:
+def count_rounds(monkeypatch: pytest.MonkeyPatch, kind: str) -> list[WriteJob]:
     """Have the rounds of the writer counted."""
-    rounds: list[Job] = []
-    next_job = kind.next_job
+    rounds: list[WriteJob] = []
+    storage = DiskStorage if kind == "disk" else SpillStorage
+    next_job = storage._next_job
 
-    def counted(queue: Any) -> Job:
-        rounds.append(next_job(queue))
+    def counted(storage: Any) -> WriteJob:
+        rounds.append(next_job(storage))
         return rounds[-1]
 
-    monkeypatch.setattr(kind, "next_job", counted)
+    monkeypatch.setattr(storage, "_next_job", counted)
     return rounds
 
 
-def watch_idling(rounds: list[Job]) -> None:
+def watch_idling(rounds: list[WriteJob]) -> None:
     """The writer does next to nothing from now on."""
     before = len(rounds)
     threading.Event().wait(NOTICEABLE * 4)
     assert len(rounds) - before <= 5
 
 
-@pytest.mark.parametrize("kind", [DiskQueue, DiskAssistedQueue])
-def test_does_a_chunk_without_events_keep_the_writer_busy(
-    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Stored]
+@pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
+def test_chunk_without_events_does_not_keep_the_writer_busy(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A process that was killed between a chunk's making and its first event leaves no riddle."""
-    name = "disk" if kind is DiskQueue else "disk_assisted"
     disk = HookedDisk()
-    dying = opener.stored(name, tmp_path / "dying", disk=disk, size=100)
+    dying = opener.stored(kind, tmp_path / "dying", disk=disk, size=100)
     writes: list[Path | int] = []
 
     def die(file: Path | int) -> None:
@@ -315,28 +313,27 @@ def test_does_a_chunk_without_events_keep_the_writer_busy(
 
     disk.on("write", die, match=".chunk")
     dying.producer().publish_block(block_of(numbered(0, 95)))
-    wait_until(lambda: dying.store.log.end > 0, "the writer")
+    wait_until(lambda: store_of(dying).log.end > 0, "the writer")
     dying.close()
     left = tmp_path / "left"
     assert list(left.glob("*.chunk"))
     rounds = count_rounds(monkeypatch, kind)
-    queue = opener.stored(name, left, size=100)
+    queue = opener.stored(kind, left, size=100)
     assert queue.stats().ledger.pending == 0
     watch_idling(rounds)
     queue.producer().publish_block(block_of(numbered(0, 95)))
     assert take(queue, 95) == numbered(0, 95)
 
 
-@pytest.mark.parametrize("kind", [DiskQueue, DiskAssistedQueue])
-def test_does_a_drained_queue_come_to_rest(
-    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Stored]
+@pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
+def test_drained_queue_becomes_idle(
+    opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """When all that was on disk is settled, there is nothing more to write or delete."""
     rounds = count_rounds(monkeypatch, kind)
-    name = "disk" if kind is DiskQueue else "disk_assisted"
-    queue = opener.stored(name, tmp_path, size=100, durability="always")
+    queue = opener.stored(kind, tmp_path, size=100, durability="always")
     queue.producer().publish_block(block_of(numbered(0, 95)))
-    wait_until(lambda: queue.store.log.end > 0, "the writer")
+    wait_until(lambda: store_of(queue).log.end > 0, "the writer")
     assert take(queue, 95) == numbered(0, 95)
     watch_idling(rounds)
 
@@ -359,7 +356,7 @@ class Slow(Acks):
 
 
 @pytest.mark.parametrize("level", ["accepted", "persisted", "delivered"])
-def test_do_acks_wait_in_bounded_room_for_a_callback_that_hangs(opener: Opener, level: str) -> None:
+def test_hanging_callback_keeps_a_bounded_number_of_acks(opener: Opener, level: str) -> None:
     """Acks that wait for the same follower are merged, so each hears few, and all of them."""
     queue = opener("memory", size=1000)
     slow, others = Slow(), [Acks(), Acks()]
@@ -386,14 +383,14 @@ def test_do_acks_wait_in_bounded_room_for_a_callback_that_hangs(opener: Opener, 
 # A line in front of a queue that closes
 
 
-def test_is_the_line_sent_away_when_the_disk_never_recovers(
+def test_waiting_publishers_fail_when_the_disk_never_recovers(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
     """Closing a queue whose disk is full ends the waiting of its publishers, and itself."""
     queue = opener.stored("disk", tmp_path, disk=disk, shutdown_timeout="50ms", **SMALL)
     disk.fail("write", error=errno.ENOSPC, times=None, match=".chunk")
     assert queue.producer().publish(b"unwritten")
-    wait_until(lambda: queue.troubled, "the trouble")
+    wait_until(lambda: bool(queue.storage_failure), "the trouble")
     waiting = Task(lambda: queue.producer().publish(b"waiting"))
     wait_for_line(queue, 1)
     with pytest.raises(EventsLost):
@@ -406,9 +403,7 @@ def test_is_the_line_sent_away_when_the_disk_never_recovers(
 # Acks that are synced
 
 
-def test_do_acks_at_the_same_time_share_a_sync(
-    opener: Opener, tmp_path: Path, disk: HookedDisk
-) -> None:
+def test_concurrent_acks_share_a_sync(opener: Opener, tmp_path: Path, disk: HookedDisk) -> None:
     """While one is synced the others gather, and one more sync is enough for all of them."""
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, durability="always")
     publish(queue, numbered(0, 8))
@@ -418,7 +413,7 @@ def test_do_acks_at_the_same_time_share_a_sync(
     first = Task(batches[0].done)
     pause.await_reached()
     others = [Task(batch.done) for batch in batches[1:]]
-    wait_until(lambda: queue.store.journal.state().low == 8, "everybody's record")
+    wait_until(lambda: store_of(queue).journal.state().low == 8, "everybody's record")
     pause.end()
     for task in (first, *others):
         task.result()
@@ -426,9 +421,7 @@ def test_do_acks_at_the_same_time_share_a_sync(
     assert queue.stats().ledger.delivered == 8
 
 
-def test_does_nobody_wait_while_dropped_events_are_synced(
-    opener: Opener, tmp_path: Path, disk: HookedDisk
-) -> None:
+def test_syncing_drops_blocks_no_caller(opener: Opener, tmp_path: Path, disk: HookedDisk) -> None:
     """Who has to drop the oldest events waits for that sync; others get on."""
     knobs = {"size": 4, "full_behavior": "drop_oldest", "durability": "always"}
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, **knobs)
@@ -437,15 +430,13 @@ def test_does_nobody_wait_while_dropped_events_are_synced(
     dropping = Task(lambda: queue.producer().publish(b"004"))
     pause.await_reached()
     assert Task(queue.stats).result().ledger.dropped == {"oldest": 1}
-    assert values_in(Task(queue.get).result().block) == [*numbered(1, 4), b"004"]
+    assert get_block_values(Task(queue.get).result().block) == [*numbered(1, 4), b"004"]
     assert dropping.running
     pause.end()
     assert dropping.result()
 
 
-def test_are_drops_synced_later_if_that_fails_at_first(
-    opener: Opener, tmp_path: Path, disk: HookedDisk
-) -> None:
+def test_failed_sync_of_drops_is_repeated(opener: Opener, tmp_path: Path, disk: HookedDisk) -> None:
     """The newcomer is in, whatever becomes of the sync."""
     knobs = {"size": 4, "full_behavior": "drop_oldest", "durability": "always"}
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, **knobs)
@@ -456,18 +447,18 @@ def test_are_drops_synced_later_if_that_fails_at_first(
     wait_until(lambda: queue.stats().meta_syncs > before, "the next attempt")
 
 
-def test_does_the_writer_rest_until_it_is_time_to_tidy_up(
+def test_writer_is_idle_until_the_next_housekeeping(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Events dropped at the door are noted once a second, not asked for all the time."""
-    rounds = count_rounds(monkeypatch, DiskQueue)
+    rounds = count_rounds(monkeypatch, "disk")
     knobs = {"size": 1, "full_behavior": "drop_newest", "durability": "always"}
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, **knobs)
     publish(queue, [b"000"])
     before = len(rounds)
     for _ in range(2):
         assert not queue.producer().publish(b"dropped")
-    journal = queue.store.journal
+    journal = store_of(queue).journal
     wait_until(lambda: journal.state().totals.get(Outcome.NEWEST) == 2, "noted drops")
     assert len(rounds) - before < 10
 
@@ -476,7 +467,7 @@ def test_does_the_writer_rest_until_it_is_time_to_tidy_up(
 
 
 @pytest.mark.parametrize("timeout", [None, PATIENCE])
-def test_is_everybody_told_what_the_writer_died_of(
+def test_dead_writer_raises_its_error_in_all_callers(
     opener: Opener, tmp_path: Path, disk: HookedDisk, timeout: float | None
 ) -> None:
     """Publishers get an error that names it, and so does whoever looks at the queue."""
@@ -494,7 +485,7 @@ def test_is_everybody_told_what_the_writer_died_of(
     assert take(queue, 1) == [b"000"]
 
 
-def test_is_a_lack_of_memory_survived_as_a_lack_of_space_is(
+def test_memory_error_is_survived_like_a_full_disk(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
     """The writer tries again."""
@@ -507,7 +498,7 @@ def test_is_a_lack_of_memory_survived_as_a_lack_of_space_is(
     assert take(queue, 3) == numbered(0, 3)
 
 
-def test_does_a_close_leave_a_disk_that_hangs(
+def test_close_gives_up_a_hanging_disk(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says what is not written, and returns."""
@@ -522,7 +513,7 @@ def test_does_a_close_leave_a_disk_that_hangs(
     pause.end()
 
 
-def test_does_a_close_wait_for_a_disk_that_is_slow(
+def test_close_waits_for_a_slow_disk(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as it gets any further, nothing is given up."""
@@ -535,4 +526,4 @@ def test_does_a_close_wait_for_a_disk_that_is_slow(
         queue.producer().publish(value)
     queue.close()
     disk.clear()
-    assert drained(opener.stored("disk", tmp_path / "queue")) == values
+    assert drain_queue(opener.stored("disk", tmp_path / "queue")) == values

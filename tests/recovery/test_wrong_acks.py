@@ -12,31 +12,31 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import PATIENCE, Acks, Task, numbered, wait_for_line, wait_until
+from tests.queue_internals import log_storage_of, state_of, store_of
 from tests.recovery.hooked_disk import (
     HookedDisk,
     Once,
     Opener,
     Stored,
-    drained,
+    drain_queue,
+    get_block_values,
     take,
-    values_in,
 )
 from turnlane.errors import AckNotStored, StorageFailed
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
-from turnlane.queues import policies
-from turnlane.queues.api import AckLevel
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues import admission
+from turnlane.queues.buffered import BufferedQueue
 
 both_kinds = pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
 
 ASSISTED: dict[str, Any] = {"kind": "disk_assisted", "size": 100, "dequeue_batch_size": 10}
 
 
-def persisted_below(queue: HoldingQueue) -> int:
+def get_persisted_offset(queue: BufferedQueue) -> int:
     """The offset below which producers were told that their events are persisted."""
-    with queue.lock:
-        return queue.watermarks[AckLevel.PERSISTED].position
+    with state_of(queue).lock:
+        return state_of(queue).acks.persisted.position
 
 
 def crash(queue: Stored, copy: Path) -> Path:
@@ -51,11 +51,11 @@ def crash(queue: Stored, copy: Path) -> Path:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_does_a_failing_disk_cost_the_oldest_events(
+def test_failing_disk_does_not_drop_the_oldest_events(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
     """While nothing can be written, only the event that has no room is dropped."""
-    monkeypatch.setattr(policies, "SPILL_SECONDS", 0.01)
+    monkeypatch.setattr(admission, "SPILL_SECONDS", 0.01)
     queue = opener.stored(
         "disk",
         tmp_path,
@@ -68,21 +68,21 @@ def test_does_a_failing_disk_cost_the_oldest_events(
     disk.fail("write", error=errno.ENOSPC, times=None, match=".chunk")
     producer = queue.producer()
     assert producer.publish(b"100")
-    wait_until(lambda: queue.troubled, "the trouble")
+    wait_until(lambda: bool(queue.storage_failure), "the trouble")
     assert not producer.publish(b"dropped")
     assert not producer.try_publish(b"dropped too")
     published = producer.publish_block(block_of([b"and", b"these"]))
     assert (published.accepted, published.dropped) == (0, 2)
     disk.clear()
-    assert drained(queue) == numbered(0, 101)
+    assert drain_queue(queue) == numbered(0, 101)
     assert queue.stats().ledger.dropped == {"newest": 4}
 
 
-def test_does_a_slow_disk_cost_the_oldest_events(
+def test_slow_disk_does_not_drop_the_oldest_events(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the writer is merely behind, publishers wait for it and nothing is dropped."""
-    monkeypatch.setattr(policies, "SPILL_SECONDS", PATIENCE)
+    monkeypatch.setattr(admission, "SPILL_SECONDS", PATIENCE)
     queue = opener.stored(
         "disk",
         tmp_path,
@@ -102,14 +102,14 @@ def test_does_a_slow_disk_cost_the_oldest_events(
     assert queue.stats().ledger.dropped == {}
     pause.end()
     assert all(task.result())
-    assert drained(queue) == [*numbered(0, 100), *values]
+    assert drain_queue(queue) == [*numbered(0, 100), *values]
     assert queue.stats().ledger.dropped == {}
 
 
 # What a publisher that waits is told
 
 
-def test_is_a_publisher_told_that_its_event_was_dropped_while_it_waited(
+def test_waiting_publisher_learns_that_its_event_was_dropped(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
     """An event that makes way for another before it is synced was not persisted."""
@@ -122,11 +122,11 @@ def test_is_a_publisher_told_that_its_event_was_dropped_while_it_waited(
     assert queue.producer().publish(b"newer")
     pause.end()
     assert waiting.result() is False
-    assert drained(queue) == [b"newer"]
+    assert drain_queue(queue) == [b"newer"]
     assert queue.stats().ledger.dropped == {"oldest": 1}
 
 
-def test_is_a_publisher_told_that_its_event_was_destroyed(
+def test_publisher_learns_that_its_event_was_destroyed(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
     """If a failed sync took the event's bytes with it, it is written anew or an error raised."""
@@ -149,14 +149,16 @@ def test_is_a_publisher_told_that_its_event_was_destroyed(
     assert rot.raised
     queue.close()
     again = opener.stored("disk", tmp_path)
-    assert drained(again) == [b"first", b"lost" * 50][: 1 + told]
+    assert drain_queue(again) == [b"first", b"lost" * 50][: 1 + told]
     assert again.stats().ledger.adds_up
 
 
 # What a follower of a disk-assisted queue is told
 
 
-def test_is_what_was_freed_persisted_when_the_log_passes_it(opener: Opener, tmp_path: Path) -> None:
+def test_freed_events_are_persisted_when_the_log_reaches_them(
+    opener: Opener, tmp_path: Path
+) -> None:
     """A freed batch is nowhere but with its consumer: nothing above it is acked before it is."""
     queue = opener.stored(path=tmp_path / "queue", durability="always", **ASSISTED)
     acks = Acks()
@@ -168,17 +170,17 @@ def test_is_what_was_freed_persisted_when_the_log_passes_it(opener: Opener, tmp_
     for value in numbered(10, 95):
         producer.publish(value)
     wait_until(lambda: queue.stats().size < 90, "the spill")
-    assert persisted_below(queue) == 0
-    survivors = drained(opener.stored("disk_assisted", crash(queue, tmp_path / "copy")))
+    assert get_persisted_offset(queue) == 0
+    survivors = drain_queue(opener.stored("disk_assisted", crash(queue, tmp_path / "copy")))
     assert survivors
     assert survivors == numbered(10, 10 + len(survivors))
     assert acks.count == 0
     batch.done()
     wait_until(lambda: acks.count >= 10 + len(survivors), "the acks")
-    assert drained(queue) == numbered(10, 95)
+    assert drain_queue(queue) == numbered(10, 95)
 
 
-def test_is_what_is_being_settled_persisted_when_the_log_passes_it(
+def test_events_being_settled_are_persisted_when_the_log_reaches_them(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If ``done()`` then fails, the batch is pending: it has to be on disk if it is acked."""
@@ -190,8 +192,8 @@ def test_is_what_is_being_settled_persisted_when_the_log_passes_it(
     disk.fail("write", error=errno.ENOSPC, times=None, match=".chunk")
     for value in numbered(10, 95):
         producer.publish(value)
-    wait_until(lambda: queue.troubled, "the spill that fails")
-    record = queue.store.journal.record_settled
+    wait_until(lambda: bool(queue.storage_failure), "the spill that fails")
+    record = store_of(queue).journal.record_settled
     reached, go = threading.Event(), threading.Event()
 
     def fail_late(first: int, end: int, size: int, outcome: Outcome) -> None:
@@ -201,25 +203,25 @@ def test_is_what_is_being_settled_persisted_when_the_log_passes_it(
             raise OSError(errno.EIO, "no acks now")
         record(first, end, size, outcome)
 
-    monkeypatch.setattr(queue.store.journal, "record_settled", fail_late)
+    monkeypatch.setattr(store_of(queue).journal, "record_settled", fail_late)
     done = Task(batch.done)
     assert reached.wait(PATIENCE)
     disk.clear()
 
     def recovered() -> bool:
-        with queue.lock:
-            return not queue.troubled
+        with state_of(queue).lock:
+            return not bool(queue.storage_failure)
 
     wait_until(recovered, "the spill")
     go.set()
     with pytest.raises(AckNotStored):
         done.result()
     monkeypatch.undo()
-    promised = persisted_below(queue)
+    promised = get_persisted_offset(queue)
     copy = opener.stored("disk_assisted", crash(queue, tmp_path / "copy"))
-    assert set(numbered(0, promised)) <= set(drained(copy))
+    assert set(numbered(0, promised)) <= set(drain_queue(copy))
     batch.release()
-    assert drained(queue) == numbered(0, 95)
+    assert drain_queue(queue) == numbered(0, 95)
 
 
 # Repeats
@@ -227,7 +229,7 @@ def test_is_what_is_being_settled_persisted_when_the_log_passes_it(
 
 @both_kinds
 @pytest.mark.parametrize("settled", [True, False])
-def test_is_a_repeat_recognised_after_a_clean_restart(
+def test_repeat_is_recognised_after_a_clean_restart(
     opener: Opener, tmp_path: Path, kind: str, settled: bool
 ) -> None:
     """Whatever a numbered producer has published counts, even if it never touched the disk."""
@@ -243,29 +245,29 @@ def test_is_a_repeat_recognised_after_a_clean_restart(
     longer = block_of(numbered(0, 3))
     published = again.producer(producer_id="A").publish_block(longer, sequence=0)
     assert (published.accepted, published.repeated) == (1, 2)
-    assert drained(again) == numbered(2 if settled else 0, 3)
+    assert drain_queue(again) == numbered(2 if settled else 0, 3)
 
 
 # What the journal did not hear
 
 
-def test_is_a_journal_that_could_not_be_synced_synced_again(
+def test_failed_sync_of_the_journal_is_repeated(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
     """An ack that is due for a sync stays due when the sync fails."""
     queue = opener.stored("disk", tmp_path, disk=disk, sync_interval="20ms")
     queue.producer(ack="persisted").publish_block(block_of(numbered(0, 2)))
-    wait_until(lambda: not queue.untidy(), "tidiness")
+    wait_until(lambda: not log_storage_of(queue)._is_untidy(), "tidiness")
     trouble = Once(OSError(errno.EIO, "no sync now"))
     disk.on("sync", trouble, match="journal")
-    before = queue.store.journal.syncs
+    before = store_of(queue).journal.syncs
     queue.get(1).done()
     wait_until(lambda: trouble.raised, "the failing sync")
-    wait_until(lambda: queue.store.journal.syncs > before, "another sync")
+    wait_until(lambda: store_of(queue).journal.syncs > before, "another sync")
 
 
 @pytest.mark.parametrize("nth", [1, 2])
-def test_is_the_journal_told_again_what_it_did_not_hear(
+def test_failed_record_is_repeated(
     opener: Opener, tmp_path: Path, disk: HookedDisk, nth: int
 ) -> None:
     """What was settled in memory is not lost when the first spill cannot record it."""
@@ -285,18 +287,18 @@ def test_is_the_journal_told_again_what_it_did_not_hear(
     disk.on("write", fail_once, match="journal")
     for value in numbered(20, 115):
         producer.publish(value)
-    wait_until(lambda: queue.store.log.end > 20, "the spill")
+    wait_until(lambda: store_of(queue).log.end > 20, "the spill")
     wait_until(lambda: queue.stats().size < 90, "the room that it makes")
     assert len(calls) > nth
     queue.close()
     again = opener.stored("disk_assisted", tmp_path)
     ledger = again.stats().ledger
     assert (ledger.delivered, ledger.dead, ledger.pending) == (10, 10, 95)
-    assert drained(again) == numbered(20, 115)
+    assert drain_queue(again) == numbered(20, 115)
     assert again.stats().ledger.dropped == {}
 
 
-def test_does_a_batch_stay_whole_when_its_ack_is_not_stored(
+def test_batch_stays_whole_when_its_ack_is_not_stored(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
     """An ack that could not be recorded settles nothing, and works when it is made again."""
@@ -307,13 +309,13 @@ def test_does_a_batch_stay_whole_when_its_ack_is_not_stored(
     with pytest.raises(AckNotStored):
         batch.done()
     assert queue.stats().ledger.pending == 3
-    assert values_in(batch.block) == numbered(0, 3)
+    assert get_block_values(batch.block) == numbered(0, 3)
     batch.done()
     queue.close()
     assert opener.stored("disk", tmp_path).stats().ledger.delivered == 3
 
 
-def test_does_the_journal_hear_what_became_of_an_event_in_memory_first(
+def test_settlement_in_memory_is_recorded_before_later_events_spill(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
     """A batch half of which is on disk: what was settled of the other half is not its to settle."""
@@ -329,7 +331,7 @@ def test_does_the_journal_hear_what_became_of_an_event_in_memory_first(
     younger = disk.pause("write", match=".chunk", skip=1)
     spilling.end()
     younger.await_reached()
-    assert queue.store.log.end == 5, "the older half is on disk"
+    assert store_of(queue).log.end == 5, "the older half is on disk"
     queue.settle(6, 8)
     dying = Task(batch.dead)
     younger.end()
@@ -339,7 +341,7 @@ def test_does_the_journal_hear_what_became_of_an_event_in_memory_first(
     assert (ledger.delivered, ledger.dead, ledger.pending) == (2, 8, 0)
 
 
-def test_is_what_was_given_back_in_memory_and_then_settled_not_missing_after_a_kill(
+def test_returned_then_settled_events_are_not_missing_after_a_kill(
     opener: Opener, tmp_path: Path
 ) -> None:
     """What never touched the disk leaves no trace there, or it would count as lost."""
@@ -352,9 +354,7 @@ def test_is_what_was_given_back_in_memory_and_then_settled_not_missing_after_a_k
     assert (ledger.accepted, ledger.dropped, ledger.pending) == (0, {}, 0)
 
 
-def test_does_what_was_given_back_in_memory_keep_its_attempt_when_it_spills(
-    opener: Opener, tmp_path: Path
-) -> None:
+def test_returned_events_keep_their_attempt_when_they_spill(opener: Opener, tmp_path: Path) -> None:
     """And what was settled before it is counted as that."""
     knobs = {"size": 100, "high_watermark": 10, "low_watermark": 1}
     queue = opener.stored("disk_assisted", tmp_path / "queue", sync_interval="5ms", **knobs)
@@ -362,8 +362,8 @@ def test_does_what_was_given_back_in_memory_keep_its_attempt_when_it_spills(
     queue.get(3).done()
     queue.get(3).release()
     queue.producer().publish_block(block_of(numbered(6, 16)))
-    wait_until(lambda: persisted_below(queue) >= 6, "the spill")
+    wait_until(lambda: get_persisted_offset(queue) >= 6, "the spill")
     again = opener.stored("disk_assisted", crash(queue, tmp_path / "left"))
     assert again.stats().ledger.delivered == 3
     batch = again.get(3)
-    assert (values_in(batch.block), batch.attempt) == (numbered(3, 6), 2)
+    assert (get_block_values(batch.block), batch.attempt) == (numbered(3, 6), 2)

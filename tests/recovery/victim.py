@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Self
 
+from tests.queue_internals import store_of
 from turnlane.errors import AckNotStored, QueueClosed, QueueEmpty, RetryLater
 from turnlane.events import Block, block_of
 from turnlane.queues import open_queue
-from turnlane.queues.api import Ack, AckLevel
-from turnlane.queues.buffer import HeldBatch
-from turnlane.queues.disk import DiskQueue
-from turnlane.queues.disk_assisted import DiskAssistedQueue
-from turnlane.queues.producer import HoldingProducer
+from turnlane.queues.api import Ack, AckLevel, Batch
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.producer import BufferedProducer
+from turnlane.queues.settings import Kind
 from turnlane.testing import FaultyDisk
 
 SINGLES, BLOCKS, NUMBERED, WAITING = range(4)
@@ -72,10 +72,10 @@ class Opened:
     ledger: dict[str, Any]
 
     @classmethod
-    def by(cls, queue: DiskQueue | DiskAssistedQueue, started: float) -> Self:
+    def by(cls, queue: BufferedQueue, started: float) -> Self:
         """How it was found, after an opening that began at ``started``."""
         seconds = time.perf_counter() - started
-        chunks = queue.store.log._catalog.segments
+        chunks = store_of(queue).log._catalog.segments
         written = chunks[-1].end if chunks else 0
         return cls(seconds, queue.low, queue.end, written, queue.stats().ledger.as_dict())
 
@@ -97,7 +97,7 @@ class Got:
     events: list[Identity]
 
     @classmethod
-    def of(cls, batch: HeldBatch) -> Self:
+    def of(cls, batch: Batch) -> Self:
         """The report about a batch, whose events have to be whole."""
         values = batch.block.column("value").to_pylist()
         return cls(
@@ -195,17 +195,17 @@ class Life:
     reporter: Reporter
     published: int = 0
     consumed: int = 0
-    held: list[HeldBatch] = field(default_factory=list)
+    held: list[Batch] = field(default_factory=list)
     acked: Counter[int] = field(default_factory=Counter)
     repeated: int = 0
 
     def run(self) -> None:
         """Publish and consume at once."""
         started = time.perf_counter()
-        self.queue = opened(self.orders)
+        self.queue = open_with_faults(self.orders)
         self.reporter.tell(Opened.by(self.queue, started))
         work = [self.singles, self.blocks, self.numbered]
-        if isinstance(self.queue, DiskQueue):
+        if self.queue.settings.kind is Kind.DISK:
             # Elsewhere it would wait until somebody takes its event.
             work.append(self.waiting)
         threads = [self.thread(task) for task in work]
@@ -235,7 +235,7 @@ class Life:
 
     # Publishing
 
-    def producer(self, number: int, **options: Any) -> HoldingProducer:
+    def producer(self, number: int, **options: Any) -> BufferedProducer:
         """A producer whose persisted acks are reported as they come."""
 
         def heard(ack: Ack) -> None:
@@ -305,12 +305,12 @@ class Life:
         while self.held:
             self.settle(self.held.pop(), rng.random())
 
-    def take(self, batch: HeldBatch) -> None:
+    def take(self, batch: Batch) -> None:
         """Look at a batch and hold on to it."""
         self.reporter.tell(Got.of(batch))
         self.held.append(batch)
 
-    def settle(self, batch: HeldBatch, chance: float) -> None:
+    def settle(self, batch: Batch, chance: float) -> None:
         """Release it, give it up for dead, or be done with it."""
         first, end = batch.place.first, batch.place.end
         if chance < 0.15:
@@ -351,11 +351,11 @@ class FailingThenKillingDisk(FaultyDisk):
             raise
 
 
-def opened(orders: Orders) -> DiskQueue | DiskAssistedQueue:
+def open_with_faults(orders: Orders) -> BufferedQueue:
     """The queue, on a disk with the planned faults."""
     disk = FailingThenKillingDisk()
     for method, arguments in orders.plan:
         getattr(disk, method)(**arguments)
     queue = open_queue(**orders.knobs, disk=disk)
-    assert isinstance(queue, DiskQueue | DiskAssistedQueue)
+    assert isinstance(queue, BufferedQueue)
     return queue

@@ -10,7 +10,7 @@ from typing import Any
 from turnlane.events import block_of, get_values
 from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.serving.address import LOOPBACK, Address
 from turnlane.serving.auth import Authority
 from turnlane.storage.disk_io import Disk
@@ -27,7 +27,7 @@ class Served:
     def url(self) -> str:
         return f"turnlane://{self.plane.address}"
 
-    def queue(self, name: str) -> HoldingQueue:
+    def queue(self, name: str) -> BufferedQueue:
         return self.node.queue(name)
 
     def publish(self, queue: str, values: list[bytes], **columns: Any) -> None:

@@ -19,7 +19,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.contract.harness import wait_until
-from tests.outputs.web_servers import Reply, served
+from tests.outputs.web_servers import Reply, run_server
 from tests.spark.destinations import Destination, pid_behind
 from tests.spark.nodes import Served, serving
 from turnlane.delivery.settings import DeliverySettings
@@ -87,7 +87,7 @@ def world(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iter
     names = ["main", "steady", "plain", "steady.dead", "plain.dead", "direct.dead"]
     with ExitStack() as opened:
         node = opened.enter_context(serving(place / "data", {name: {} for name in names}))
-        at = {name: Destination(opened.enter_context(served())) for name in ("plain", "direct")}
+        at = {name: Destination(opened.enter_context(run_server())) for name in ("plain", "direct")}
         to = {
             name: HttpOutputSettings(url=each.url, format=BodyFormat.RAW)
             for name, each in at.items()

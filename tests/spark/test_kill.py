@@ -27,7 +27,7 @@ import pytest
 import turnlane
 from tests.conftest import skip_or_fail
 from tests.contract.harness import wait_until
-from tests.outputs.web_servers import served
+from tests.outputs.web_servers import run_server
 from tests.ports import free_port
 from tests.spark.destinations import Destination
 from tests.spark.program import PATIENCE, Program
@@ -359,7 +359,7 @@ def test_only_events_in_flight_at_a_kill_are_sent_again(
     tmp_path: Path,
 ) -> None:
     """First the driver is killed, then the node, each while the server has an open request."""
-    with served() as server, has_process(tmp_path, WEB.replace("URL", server.url)) as victim:
+    with run_server() as server, has_process(tmp_path, WEB.replace("URL", server.url)) as victim:
         at = Destination(server)
         published = publish(victim, 0, 20)
         wait_for_web(victim, delivered=20)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.outputs.web_servers import Reply, served
+from tests.outputs.web_servers import Reply, run_server
 from tests.spark.destinations import Destination
 from tests.spark.loop import Loop, Pipe
 from tests.spark.nodes import Served, serving
@@ -44,7 +44,7 @@ def node(tmp_path: Path, disk: FaultyDisk) -> Iterator[Served]:
 @pytest.fixture
 def refusing_destination() -> Iterator[Destination]:
     with ExitStack() as opened:
-        found = Destination(opened.enter_context(served()))
+        found = Destination(opened.enter_context(run_server()))
         found.refuse = lambda values: Reply(400) if POISON.intersection(values) else None
         yield found
 
@@ -60,7 +60,7 @@ def lane(node: Served, at: Destination, letters: DeadLetterSettings = KEEPING) -
 
 
 def count_unsettled(node: Served) -> list[tuple[int, int]]:
-    return list(node.queue("a").unsettled_of([(0, 10)]))
+    return list(node.queue("a").filter_unsettled([(0, 10)]))
 
 
 @pytest.mark.parametrize("fault", ["write", "sync"])

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import wait_until
-from tests.outputs.web_servers import Reply, served, unused_url
+from tests.outputs.web_servers import Reply, get_unused_url, run_server
 from tests.spark.destinations import Destination
 from turnlane import connect
 from turnlane.client import Client
@@ -83,12 +83,12 @@ def read_ledgers(client: Client) -> dict[str, Any] | None:
 
 
 def test_each_event_is_delivered_or_dead_after_kills(tmp_path: Path) -> None:
-    port = int(unused_url().rpartition(":")[2])
+    port = int(get_unused_url().rpartition(":")[2])
     (tmp_path / "node.yaml").write_text(config(port))
     url = f"turnlane://127.0.0.1:{port}"
     values = [b"a %d" % number for number in range(EVENTS)]
     with (
-        served() as server,
+        run_server() as server,
         is_running("turnlane", "serve", "node.yaml", cwd=tmp_path) as node,
         connect(url) as client,
     ):

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from tests.contract.harness import wait_until
-from tests.outputs.web_servers import Reply, served
+from tests.outputs.web_servers import Reply, run_server
 from tests.ports import free_port
 from tests.spark.destinations import Destination
 from tests.spark.loop import Change, Loop, Pipe, with_payload
@@ -60,7 +60,7 @@ class World:
         self._opened = opened
 
     def destination(self, port: int = 0) -> Destination:
-        return Destination(self._opened.enter_context(served(port=port)))
+        return Destination(self._opened.enter_context(run_server(port=port)))
 
     def send(self, word: str, count: int, start: int = 0) -> list[bytes]:
         """Publish events with a word as key, by which they are routed."""
@@ -528,7 +528,7 @@ def test_node_that_is_away_delays_only_its_events(tmp_path: Path) -> None:
     queues: dict[str, dict[str, Any]] = {name: {} for name in ("main", "a", "a.dead")}
     with ExitStack() as opened:
         nodes = [opened.enter_context(serving(tmp_path / name, queues)) for name in "xy"]
-        at = Destination(opened.enter_context(served()))
+        at = Destination(opened.enter_context(run_server()))
         url = ",".join([nodes[0].url, nodes[1].url.removeprefix("turnlane://")])
         loop = Pipe(url, http("a", at)).lanes["a"]
         for number, node in enumerate(nodes):

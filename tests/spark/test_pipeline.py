@@ -166,7 +166,7 @@ def test_raw_outputs_get_values_with_any_filter(node: Served, make: Make, tmp_pa
     for name, most in (("alerts", 3), ("archive", 5), ("direct", 7)):
         lines = (tmp_path / name).read_bytes().splitlines()
         assert sorted(lines) == sorted(each for at, each in enumerate(sent) if at % 8 <= most)
-    assert "app_name" not in node.queue("archive").types
+    assert "app_name" not in node.queue("archive").columns()
 
 
 def test_binary_values_are_complete_in_json_files(node: Served, make: Make, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.spark.streams import both, positions, reader, rows_of, run, stream
 from turnlane.client.node_client import RemoteNode, UnsettledSpans
 from turnlane.errors import RetryLater
 from turnlane.events import block_of
-from turnlane.queues.consumer import MAX_SPANS
+from turnlane.queues.buffered import MAX_SPANS
 from turnlane.spark.batch_planning import QueryPosition, QueueExtent
 from turnlane.spark.batch_reader import DataLost, QueueBatchReader
 from turnlane.spark.nodes import Nodes
@@ -100,7 +100,7 @@ class TestSettling:
         # As after a restart: another process, which knows only the checkpoint.
         reader(node.url, **start).commit(offset)
         assert node.queue("main").low == 0
-        assert node.queue("main").unsettled(100).spans == [(0, 10)]
+        assert node.queue("main").find_unsettled(100).spans == [(0, 10)]
 
     def test_query_from_the_earliest_event_settles_all(self, node: Served) -> None:
         node.publish("main", numbers(0, 10))

@@ -11,7 +11,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.outputs.blocks import handed, numbered
+from tests.outputs.blocks import make_block, make_values
 from tests.table.database_fixture import DatabaseFixture, eventually, payloads, settle, take
 from tests.table.servers import PostgresServer
 from turnlane.errors import RetryLater
@@ -62,7 +62,7 @@ def shop(postgres: PostgresServer) -> Iterator[Shop]:
         queue = db.queue()
         made = Shop(db, queue, opened)
         output = made.output(db.url)  # once with the right to create tables
-        output.send(output.prepare(handed(numbered(0, 1))))
+        output.send(output.prepare(make_block(make_values(0, 1))))
         with connect_shards([(db.url, "-")]) as shards:
             shards.queue(queue.name)
         db.execute(f"DELETE FROM {queue.name}")
@@ -114,8 +114,8 @@ def test_documented_grants_are_enough_for_shards(shop: Shop) -> None:
 def test_documented_grants_are_enough_for_an_exactly_once_output(shop: Shop) -> None:
     output = shop.output(shop.url("delivery"))
     for _ in range(2):
-        output.send(output.prepare(handed(numbered(1, 6), 1)))
+        output.send(output.prepare(make_block(make_values(1, 6), 1)))
     assert shop.queue.counts()["to_be_fired"] == 5
     shop.db.execute(f"REVOKE UPDATE ON turnlane_writer FROM {shop.queue.name}_delivery")
     with pytest.raises(RetryLater, match="turnlane_writer"):
-        output.send(output.prepare(handed(numbered(6, 7), 6)))
+        output.send(output.prepare(make_block(make_values(6, 7), 6)))

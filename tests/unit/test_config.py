@@ -22,7 +22,7 @@ from turnlane.errors import ConfigError
 from turnlane.inputs import api
 from turnlane.inputs.api import Input, InputSettings
 from turnlane.plugins import PluginRegistry
-from turnlane.queues.knobs import Kind
+from turnlane.queues.settings import Kind
 
 ROOT = Path(__file__).parents[2]
 

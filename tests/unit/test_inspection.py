@@ -69,24 +69,26 @@ def test_columns_of_any_type_become_json() -> None:
         (b"\xff\xfe", "fffe"),
     ],
 )
-def test_values_for_people(value: bytes | None, shown: str) -> None:
+def test_values_are_formatted_for_people(value: bytes | None, shown: str) -> None:
     assert readable(value) == shown
 
 
-def test_a_long_value_is_cut_between_characters() -> None:
+def test_long_value_is_cut_between_characters() -> None:
     shown = readable("ü".encode() * 10_000)
     assert set(shown) == {"ü"}
 
 
 @pytest.mark.parametrize("said", ["\x1b[2Jgone", "two\nlines", "half a pair \ud800", "\u202eback"])
-def test_no_cell_of_a_table_moves_the_cursor(said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_a_table_are_escaped(
+    said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     say_table([("action", "left"), ("error", "left")], [["alerts", said]], elastic="error")
     _, row = capsys.readouterr().out.splitlines()
     assert row.split("  ")[1].rstrip() == said.encode("unicode_escape").decode()
     assert row.isprintable()
 
 
-def test_the_holder_is_found_without_touching_the_lock(tmp_path: Path) -> None:
+def test_holder_is_found_without_taking_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "queue"
     assert find_holder(path) is None
     with turnlane.open_queue(kind="disk", path=path):
@@ -94,7 +96,7 @@ def test_the_holder_is_found_without_touching_the_lock(tmp_path: Path) -> None:
     assert find_holder(path) is None
 
 
-def test_settled_and_pending_events_are_told_apart(tmp_path: Path) -> None:
+def test_settled_and_pending_events_are_distinguished(tmp_path: Path) -> None:
     with turnlane.open_queue(kind="disk", path=tmp_path / "q") as queue:
         queue.producer(ack="persisted").publish_block(block_of([b"%d" % n for n in range(10)]))
         first, second, third = queue.get(2), queue.get(3), queue.get(2)
@@ -110,7 +112,7 @@ def test_settled_and_pending_events_are_told_apart(tmp_path: Path) -> None:
     assert some == [[1], [5, 6]]
 
 
-def test_the_end_is_known_from_the_log_or_from_the_journal(tmp_path: Path) -> None:
+def test_end_is_the_maximum_of_log_and_journal(tmp_path: Path) -> None:
     with turnlane.open_queue(kind="disk", path=tmp_path / "q") as queue:
         queue.producer(ack="persisted").publish_block(block_of([b"%d" % n for n in range(10)]))
     found = QueueInspection(tmp_path / "q")
@@ -122,7 +124,7 @@ def test_the_end_is_known_from_the_log_or_from_the_journal(tmp_path: Path) -> No
     assert found.end == 10
 
 
-def test_what_was_never_written_is_missing_and_no_fault(tmp_path: Path) -> None:
+def test_never_written_events_are_missing_and_not_a_fault(tmp_path: Path) -> None:
     """Settled from memory, and killed before the rest of it came to the disk."""
     script = """
 import os, signal, sys, turnlane
@@ -146,7 +148,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert [finding.kind.value for finding in report.findings] == ["never_written"]
 
 
-def test_an_export_holds_little_in_memory(tmp_path: Path) -> None:
+def test_export_uses_little_memory(tmp_path: Path) -> None:
     with turnlane.open_queue(kind="disk", path=tmp_path / "q", compression="none") as queue:
         producer = queue.producer()
         for _ in range(200):
@@ -171,7 +173,7 @@ print(peak() - before)
     assert int(run.stdout) < 150_000, "KiB, for 200 MB of events"
 
 
-def test_a_fastqueue_directory_is_recognised(tmp_path: Path) -> None:
+def test_fastqueue_directory_is_inspected(tmp_path: Path) -> None:
     (tmp_path / "0000000000000000").write_bytes((5).to_bytes(8, "little") + b"hello")
     found = open_inspection(tmp_path)
     assert isinstance(found, FastQueueInspection)

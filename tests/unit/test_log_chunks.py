@@ -96,16 +96,16 @@ def flipped(data: bytes, at: int) -> bytes:
 
 
 @pytest.mark.parametrize("first", [0, 1_000_000, 2**64 - 1])
-def test_a_name_says_the_first_offset(first: int) -> None:
+def test_segment_name_is_the_first_offset(first: int) -> None:
     assert parse_segment_name(format_segment_name(first)) == first
 
 
 @pytest.mark.parametrize("name", ["journal.a", "0.chunk", "00000000000F4240.chunk", "x.chunk.new"])
-def test_other_names_are_no_chunks(name: str) -> None:
+def test_other_names_are_not_segments(name: str) -> None:
     assert parse_segment_name(name) is None
 
 
-def test_chunks_are_listed_in_order(tmp_path: Path) -> None:
+def test_segments_are_listed_in_order(tmp_path: Path) -> None:
     for name in (
         format_segment_name(300),
         format_segment_name(2),
@@ -116,14 +116,14 @@ def test_chunks_are_listed_in_order(tmp_path: Path) -> None:
     assert list_segments(tmp_path, DISK) == [2, 300]
 
 
-def test_the_schema_comes_back_without_the_log_s_own_metadata(opened: Opened) -> None:
+def test_schema_is_read_without_the_metadata_of_the_log(opened: Opened) -> None:
     found = read_segment_schema(DISK, opened(SCHEMA_FRAME))
     assert found is not None
     assert found.schema.equals(SCHEMA, check_metadata=True)
     assert (found.queue_id, found.stored_size) == (QUEUE_ID, len(SCHEMA_FRAME))
 
 
-def test_a_schema_of_many_columns_is_read_whole(opened: Opened) -> None:
+def test_schema_of_many_columns_is_read_completely(opened: Opened) -> None:
     wide = pa.schema([pa.field(f"column_{number}", pa.string()) for number in range(500)])
     found = read_segment_schema(DISK, opened(joined(encode_schema_frame(wide, 0, QUEUE_ID))))
     assert found is not None
@@ -131,37 +131,37 @@ def test_a_schema_of_many_columns_is_read_whole(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"junk" * 100, A, SCHEMA_FRAME[:-8]])
-def test_a_chunk_without_schema_has_none(opened: Opened, data: bytes) -> None:
+def test_segment_without_schema_frame_returns_none(opened: Opened, data: bytes) -> None:
     assert read_segment_schema(DISK, opened(data)) is None
 
 
-def test_an_unknown_format_is_refused_and_named(opened: Opened) -> None:
+def test_unknown_format_is_refused_and_named(opened: Opened) -> None:
     future = SCHEMA.with_metadata({"turnlane.format": "2"})
     data = joined(encode_frame(FrameKind.SCHEMA, 0, 0, [future.serialize()]))
     with pytest.raises(NotAQueue, match="format 2"):
         read_segment_schema(DISK, opened(data))
 
 
-def test_a_sound_chunk_is_nothing_but_frames(opened: Opened) -> None:
+def test_intact_segment_has_only_valid_frames(opened: Opened) -> None:
     found = regions(opened(SCHEMA_FRAME + A + B + C))
     assert [region.byte for region in found] == [AT_A, AT_B, AT_C]
     assert all(isinstance(region, ValidFrame) for region in found)
 
 
-def test_a_corrupt_payload_costs_one_frame(opened: Opened) -> None:
+def test_corrupt_payload_costs_one_frame(opened: Opened) -> None:
     fd = opened(flipped(SCHEMA_FRAME + A + B + C, AT_B + 60))
     assert flaws(fd) == [InvalidRegion(InvalidRegionKind.CORRUPT_PAYLOAD, AT_B, len(B), 10, 20)]
     assert flaws(fd, check_payload=False) == []
 
 
 @pytest.mark.parametrize("byte", range(28))
-def test_a_corrupt_header_costs_one_frame(opened: Opened, byte: int) -> None:
+def test_corrupt_header_costs_one_frame(opened: Opened, byte: int) -> None:
     fd = opened(flipped(SCHEMA_FRAME + A + B + C, AT_B + byte))
     assert flaws(fd) == [InvalidRegion(InvalidRegionKind.CORRUPT_HEADER, AT_B, len(B), 10, 20)]
 
 
 @pytest.mark.parametrize("keep", [1, 31, 32, 40, len(C) - 1])
-def test_a_frame_cut_short_is_torn(opened: Opened, keep: int) -> None:
+def test_truncated_frame_is_torn(opened: Opened, keep: int) -> None:
     found = flaws(opened(SCHEMA_FRAME + A + B + C[:keep]))
     assert [(flaw.kind, flaw.byte, flaw.length, flaw.first) for flaw in found] == [
         (InvalidRegionKind.TORN, AT_C, keep, 20)
@@ -173,7 +173,7 @@ def test_zeros_at_the_end_are_torn(opened: Opened) -> None:
     assert found == [InvalidRegion(InvalidRegionKind.TORN, AT_B, 5000, 10, None)]
 
 
-def test_a_gap_and_a_repeat_are_named(opened: Opened) -> None:
+def test_gap_and_repeat_are_reported(opened: Opened) -> None:
     fd = opened(SCHEMA_FRAME + A + C + A)
     assert flaws(fd) == [
         InvalidRegion(InvalidRegionKind.GAP, AT_B, 0, 10, 20),
@@ -181,7 +181,7 @@ def test_a_gap_and_a_repeat_are_named(opened: Opened) -> None:
     ]
 
 
-def test_a_chunk_of_another_queue_is_foreign(opened: Opened) -> None:
+def test_segment_of_another_queue_is_foreign(opened: Opened) -> None:
     data = SCHEMA_FRAME + A
     fd = opened(data)
     assert list(scan_segment(DISK, fd, 0, 0, queue_id="cd" * 16)) == [
@@ -192,7 +192,7 @@ def test_a_chunk_of_another_queue_is_foreign(opened: Opened) -> None:
     )
 
 
-def test_a_length_that_is_a_lie_allocates_nothing(opened: Opened) -> None:
+def test_false_length_allocates_nothing(opened: Opened) -> None:
     claim = encode_frame(FrameKind.EVENTS, 10, 10, [b""])[0]
     header = bytearray(memoryview(claim))
     header[:8] = (1 << 62 | 1 << 61).to_bytes(8, "little")
@@ -203,7 +203,7 @@ def test_a_length_that_is_a_lie_allocates_nothing(opened: Opened) -> None:
     assert disk.most < 10_000
 
 
-def test_the_search_sees_a_header_that_lies_across_two_windows(
+def test_search_finds_a_header_across_two_windows(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "WINDOW_BYTES", 64)

@@ -42,45 +42,45 @@ class Ticks:
         (0.5, 1e9, 5e8, False),  # exactly even
     ],
 )
-def test_compressing_pays_if_it_costs_less_than_it_saves(
+def test_compression_is_faster_if_it_costs_less_than_it_saves(
     ratio: float, compress_speed: float, write_speed: float, expected: bool
 ) -> None:
     assert is_compression_faster(ratio, compress_speed, write_speed) is expected
 
 
-def test_none_never_compresses() -> None:
+def test_mode_none_never_compresses() -> None:
     assert CompressionPolicy("none").compress([TEXT]) is None
 
 
-def test_snappy_always_compresses_what_shrinks() -> None:
+def test_mode_snappy_compresses_data_that_shrinks() -> None:
     packed = CompressionPolicy("snappy").compress([TEXT[:100], TEXT[100:]])
     assert packed is not None
     assert decompress(packed, len(TEXT)).to_pybytes() == TEXT
 
 
 @pytest.mark.parametrize("mode", ["auto", "snappy"])
-def test_what_does_not_shrink_or_is_small_stays_as_it_is(mode: CompressionMode) -> None:
+def test_small_or_incompressible_data_is_not_compressed(mode: CompressionMode) -> None:
     compression = CompressionPolicy(mode)
     compression.record_write(1, 1.0)
     assert compression.compress([NOISE]) is None
     assert compression.compress([TEXT[: MIN_COMPRESSED_BYTES - 1]]) is None
 
 
-def test_auto_waits_until_it_knows_the_disk() -> None:
+def test_mode_auto_waits_for_a_measurement_of_the_disk() -> None:
     compression = CompressionPolicy("auto", timer=Ticks(1e-6))
     assert compression.compress([TEXT]) is None
     compression.record_write(1_000_000, 1.0)
     assert compression.compress([TEXT]) is not None
 
 
-def test_auto_leaves_off_on_a_fast_disk() -> None:
+def test_mode_auto_does_not_compress_on_a_fast_disk() -> None:
     compression = CompressionPolicy("auto", timer=Ticks(1.0))
     compression.record_write(1 << 30, 0.1)
     assert compression.compress([TEXT]) is None
 
 
 @pytest.mark.parametrize(("pause", "packs"), [(0.001, True), (0.1, False)])
-def test_auto_leaves_off_while_the_disk_has_time_to_spare(pause: float, packs: bool) -> None:
+def test_mode_auto_does_not_compress_while_the_disk_is_idle(pause: float, packs: bool) -> None:
     timer = Ticks(1e-6)
     compression = CompressionPolicy("auto", timer=timer)
     for _ in range(TRIAL_INTERVAL):
@@ -90,7 +90,7 @@ def test_auto_leaves_off_while_the_disk_has_time_to_spare(pause: float, packs: b
     assert (packed is not None) is packs
 
 
-def test_a_writer_that_had_nothing_to_do_for_long_may_be_busy_now() -> None:
+def test_long_pause_does_not_count_as_an_idle_disk() -> None:
     timer = Ticks(1e-6)
     compression = CompressionPolicy("auto", timer=timer)
     timer.now += 3600
@@ -100,7 +100,7 @@ def test_a_writer_that_had_nothing_to_do_for_long_may_be_busy_now() -> None:
     assert compression.compress([TEXT]) is not None
 
 
-def test_a_sync_counts_as_what_it_takes_even_if_nothing_is_new() -> None:
+def test_time_of_a_sync_counts_without_new_bytes() -> None:
     """Most of the time goes into it, though most measurements are of quick writes."""
     timer = Ticks(1e-6)
     compression = CompressionPolicy("auto", timer=timer)
@@ -110,7 +110,7 @@ def test_a_sync_counts_as_what_it_takes_even_if_nothing_is_new() -> None:
     assert compression.compress([TEXT]) is not None
 
 
-def test_a_disk_that_takes_seconds_is_busy() -> None:
+def test_write_of_several_seconds_counts_as_busy() -> None:
     timer = Ticks(1e-6)
     compression = CompressionPolicy("auto", timer=timer)
     timer.now += 5
@@ -118,7 +118,7 @@ def test_a_disk_that_takes_seconds_is_busy() -> None:
     assert compression.compress([TEXT]) is not None
 
 
-def test_auto_notices_that_the_data_has_changed() -> None:
+def test_mode_auto_adapts_to_changed_data() -> None:
     compression = CompressionPolicy("auto", timer=Ticks(1e-6))
     compression.record_write(1_000_000, 1.0)
     for _ in range(20 * TRIAL_INTERVAL):
@@ -127,6 +127,6 @@ def test_auto_notices_that_the_data_has_changed() -> None:
     assert packed[-1] is not None
 
 
-def test_an_unknown_mode_names_the_knob() -> None:
+def test_unknown_mode_names_the_setting() -> None:
     with pytest.raises(ConfigError, match="compression"):
         CompressionPolicy("zip")  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ def content(path: Path) -> dict[str, bytes]:
     }
 
 
-def test_a_new_directory_gets_an_identity_that_stays(tmp_path: Path) -> None:
+def test_new_directory_gets_a_permanent_identity(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "orders"
     with QueueDirectory.open(path, DISK) as made:
         assert json.loads((path / "queue.json").read_bytes()) == {
@@ -65,7 +65,7 @@ def test_two_queues_have_two_ids(tmp_path: Path) -> None:
         assert a.name == "x"
 
 
-def test_a_directory_is_held_once_within_a_process(tmp_path: Path) -> None:
+def test_directory_can_be_opened_once_in_a_process(tmp_path: Path) -> None:
     with (
         QueueDirectory.open(tmp_path, DISK),
         pytest.raises(DirectoryLocked, match=rf"{tmp_path}: held by this process"),
@@ -74,7 +74,7 @@ def test_a_directory_is_held_once_within_a_process(tmp_path: Path) -> None:
     QueueDirectory.open(tmp_path, DISK).close()
 
 
-def test_a_directory_is_held_once_among_processes_until_the_holder_dies(tmp_path: Path) -> None:
+def test_directory_is_locked_until_its_process_ends(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from pathlib import Path\n"
@@ -108,7 +108,7 @@ def test_closing_twice_is_harmless(tmp_path: Path) -> None:
             QueueDirectory.open(tmp_path, DISK)
 
 
-def test_a_file_in_its_place_is_named(tmp_path: Path) -> None:
+def test_file_instead_of_a_directory_is_named(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()
     with pytest.raises(DirectoryUnusable, match=rf"{path}: File exists"):
@@ -116,7 +116,7 @@ def test_a_file_in_its_place_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("op", ["open", "write", "sync", "rename", "sync_directory"])
-def test_a_directory_that_cannot_be_written_is_named_and_let_go(tmp_path: Path, op: str) -> None:
+def test_unwritable_directory_is_named_and_not_locked(tmp_path: Path, op: str) -> None:
     disk = FaultyDisk()
     match = {"open": "lock", "sync_directory": ""}.get(op, "queue.json")
     disk.fail(op, error=errno.EROFS, match=match)
@@ -125,7 +125,7 @@ def test_a_directory_that_cannot_be_written_is_named_and_let_go(tmp_path: Path, 
     QueueDirectory.open(tmp_path, disk).close()
 
 
-def test_a_full_disk_still_opens(tmp_path: Path) -> None:
+def test_directory_opens_on_a_full_disk(tmp_path: Path) -> None:
     QueueDirectory.open(tmp_path, DISK).close()
     (tmp_path / "lock").unlink()
     disk = FaultyDisk()
@@ -136,7 +136,7 @@ def test_a_full_disk_still_opens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("known", [2, "1", None])
 @pytest.mark.parametrize("opening", [QueueDirectory.open, QueueDirectory.read_only])
-def test_an_unknown_format_is_refused_and_nothing_changed(
+def test_unknown_format_is_refused_without_a_change(
     tmp_path: Path, known: object, opening: Callable[[Path, Disk], QueueDirectory]
 ) -> None:
     text = json.dumps({"format": known, "queue_id": ID, "name": "orders"})
@@ -148,7 +148,7 @@ def test_an_unknown_format_is_refused_and_nothing_changed(
 
 
 @pytest.mark.parametrize("opening", [QueueDirectory.open, QueueDirectory.read_only])
-def test_chunks_of_an_unknown_format_are_refused_and_nothing_changed(
+def test_chunks_of_an_unknown_format_are_refused_without_a_change(
     tmp_path: Path, opening: Callable[[Path, Disk], QueueDirectory]
 ) -> None:
     write_chunk(tmp_path, 0, ID, form=b"2")
@@ -170,7 +170,7 @@ def test_chunks_of_an_unknown_format_are_refused_and_nothing_changed(
         '{"format": 1, "queue_id": "../x", "name": "a"}',
     ],
 )
-def test_a_lost_identity_is_taken_from_the_newest_readable_chunk(
+def test_lost_identity_is_taken_from_the_newest_readable_chunk(
     tmp_path: Path, text: str | None
 ) -> None:
     write_chunk(tmp_path, 0, OTHER)
@@ -195,13 +195,13 @@ def test_reading_needs_no_lock_and_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".", "absent"])
-def test_reading_what_is_no_queue_says_so_and_makes_nothing(tmp_path: Path, name: str) -> None:
+def test_reading_another_directory_raises_and_creates_nothing(tmp_path: Path, name: str) -> None:
     with pytest.raises(NotAQueue, match=str(tmp_path)):
         QueueDirectory.read_only(tmp_path / name, DISK)
     assert not content(tmp_path)
     assert not (tmp_path / "absent").exists()
 
 
-def test_chunks_alone_can_be_looked_at(tmp_path: Path) -> None:
+def test_directory_with_only_chunks_can_be_read(tmp_path: Path) -> None:
     (tmp_path / format_segment_name(0)).write_bytes(b"garbage")
     assert not QueueDirectory.read_only(tmp_path, DISK).queue_id

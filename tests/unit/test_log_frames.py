@@ -27,7 +27,7 @@ from turnlane.storage.frames import (
 )
 
 BLOCK = block_of([b"one", b"two", b"three"]).select(["value"])
-STAMPS = [ProducerSequence(b"a" * 16, 7), ProducerSequence(b"b" * 16, 9)]
+SEQUENCES = [ProducerSequence(b"a" * 16, 7), ProducerSequence(b"b" * 16, 9)]
 RANGES = [
     ProducerSequence(b"a" * 16, 22, 20),
     ProducerSequence(b"b" * 16, 9),
@@ -35,22 +35,22 @@ RANGES = [
 ]
 
 
-def joined(pieces: list[BufferLike]) -> bytes:
+def join_pieces(pieces: list[BufferLike]) -> bytes:
     return b"".join(bytes(memoryview(piece)) for piece in pieces)
 
 
-def frame(*, snappy: bool = False, stamps: list[ProducerSequence] | None = None) -> bytes:
+def build_frame(*, snappy: bool = False, stamps: list[ProducerSequence] | None = None) -> bytes:
     payload: list[BufferLike] = [encode_sequences(stamps)] if stamps else []
     payload.append(BLOCK.serialize())
     if snappy:
-        payload = [bytes(pa.Codec("snappy").compress(joined(payload)))]
+        payload = [bytes(pa.Codec("snappy").compress(join_pieces(payload)))]
     pieces = encode_frame(
         FrameKind.EVENTS, 5, 3, payload, is_compressed=snappy, has_sequences=bool(stamps)
     )
-    return joined(pieces)
+    return join_pieces(pieces)
 
 
-def test_the_checksum_is_the_one_that_the_format_names() -> None:
+def test_checksum_is_crc_32c() -> None:
     """CRC-32C of the usual nine digits, in pieces too."""
     assert (
         compute_checksum([b"123456789"])
@@ -60,9 +60,9 @@ def test_the_checksum_is_the_one_that_the_format_names() -> None:
 
 
 @pytest.mark.parametrize("snappy", [False, True])
-@pytest.mark.parametrize("stamps", [[], STAMPS, RANGES])
-def test_a_frame_comes_back_as_it_was(snappy: bool, stamps: list[ProducerSequence]) -> None:
-    data = frame(snappy=snappy, stamps=stamps)
+@pytest.mark.parametrize("stamps", [[], SEQUENCES, RANGES])
+def test_encoded_frame_is_decoded_unchanged(snappy: bool, stamps: list[ProducerSequence]) -> None:
+    data = build_frame(snappy=snappy, stamps=stamps)
     header = parse_header(data)
     assert header is not None
     assert (header.first, header.end, header.kind) == (5, 8, FrameKind.EVENTS)
@@ -74,19 +74,19 @@ def test_a_frame_comes_back_as_it_was(snappy: bool, stamps: list[ProducerSequenc
     assert found == stamps
 
 
-def test_a_range_is_two_stamps_of_which_an_older_reader_goes_by_the_second() -> None:
+def test_range_of_sequences_is_two_entries_and_older_readers_use_the_second() -> None:
     packed = encode_sequences([ProducerSequence(b"a" * 16, 22, 20)])
     assert packed == struct.pack("<Q16sQ16sQ", 2, b"a" * 16, 20 | 1 << 63, b"a" * 16, 22)
-    assert encode_sequences(STAMPS) == struct.pack("<Q16sQ16sQ", 2, b"a" * 16, 7, b"b" * 16, 9)
+    assert encode_sequences(SEQUENCES) == struct.pack("<Q16sQ16sQ", 2, b"a" * 16, 7, b"b" * 16, 9)
 
 
 def test_every_frame_begins_with_a_word_that_has_bit_62_set() -> None:
-    word = struct.unpack_from("<Q", frame(snappy=True))[0]
+    word = struct.unpack_from("<Q", build_frame(snappy=True))[0]
     assert word >> 62 == 0b11
 
 
-def test_a_flipped_bit_anywhere_in_the_checked_header_is_seen() -> None:
-    data = bytearray(frame())
+def test_flipped_bit_in_the_header_makes_it_invalid() -> None:
+    data = bytearray(build_frame())
     for bit in range(28 * 8):
         data[bit // 8] ^= 1 << bit % 8
         assert parse_header(bytes(data)) is None
@@ -94,7 +94,7 @@ def test_a_flipped_bit_anywhere_in_the_checked_header_is_seen() -> None:
     assert parse_header(bytes(data)) is not None
 
 
-def test_a_kind_or_flag_of_another_version_is_no_header() -> None:
+def test_kind_or_flag_of_another_version_makes_the_header_invalid() -> None:
     for flags in (2, 0x200):
         checked = struct.pack("<QQII", 1 << 62, 0, 0, flags)
         assert parse_header(checked + struct.pack("<II", compute_checksum([checked]), 0)) is None
@@ -104,24 +104,26 @@ def test_a_kind_or_flag_of_another_version_is_no_header() -> None:
     st.binary(max_size=300).map(lambda junk: junk[: len(junk) // 8 * 8]),
     st.binary(max_size=50),
 )
-def test_the_next_header_is_found_behind_any_junk(junk: bytes, after: bytes) -> None:
-    assert find_header(junk + frame() + after) == len(junk)
-    assert find_header(junk + frame()[8:] + after) is None
+def test_next_header_is_found_after_random_bytes(junk: bytes, after: bytes) -> None:
+    assert find_header(junk + build_frame() + after) == len(junk)
+    assert find_header(junk + build_frame()[8:] + after) is None
 
 
-def test_a_header_off_the_multiples_of_8_is_not_found() -> None:
-    assert find_header(b"1234" + frame()) is None
+def test_header_at_an_odd_byte_is_not_found() -> None:
+    assert find_header(b"1234" + build_frame()) is None
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 31])
-def test_too_few_bytes_hold_no_header(size: int) -> None:
-    assert parse_header(frame()[:size]) is None
-    assert find_header(frame()[:size]) is None
+def test_too_few_bytes_have_no_header(size: int) -> None:
+    assert parse_header(build_frame()[:size]) is None
+    assert find_header(build_frame()[:size]) is None
 
 
-def test_a_compressed_payload_that_claims_a_terabyte_allocates_nothing() -> None:
+def test_compressed_payload_that_claims_a_terabyte_allocates_nothing() -> None:
     bomb = b"\x80\x80\x80\x80\x80\x20" + b"x" * 20
-    header = parse_header(joined(encode_frame(FrameKind.EVENTS, 0, 1, [bomb], is_compressed=True)))
+    header = parse_header(
+        join_pieces(encode_frame(FrameKind.EVENTS, 0, 1, [bomb], is_compressed=True))
+    )
     assert header is not None
     before = pa.total_allocated_bytes()
     with pytest.raises(FrameDamaged):
@@ -139,37 +141,39 @@ def test_a_compressed_payload_that_claims_a_terabyte_allocates_nothing() -> None
         (struct.pack("<Q", 1 << 60), True),
     ],
 )
-def test_a_payload_that_is_no_record_batch_is_damaged(payload: bytes, stamped: bool) -> None:
+def test_payload_that_is_not_a_record_batch_is_damaged(payload: bytes, stamped: bool) -> None:
     header = parse_header(
-        joined(encode_frame(FrameKind.EVENTS, 0, 1, [payload], has_sequences=stamped))
+        join_pieces(encode_frame(FrameKind.EVENTS, 0, 1, [payload], has_sequences=stamped))
     )
     assert header is not None
     with pytest.raises(FrameDamaged):
         decode_events(header, payload, BLOCK.schema)
 
 
-def test_another_number_of_events_than_the_header_says_is_damage() -> None:
+def test_wrong_number_of_events_is_damage() -> None:
     payload = BLOCK.serialize()
-    header = parse_header(joined(encode_frame(FrameKind.EVENTS, 0, 4, [payload])))
+    header = parse_header(join_pieces(encode_frame(FrameKind.EVENTS, 0, 4, [payload])))
     assert header is not None
     with pytest.raises(FrameDamaged, match="3 events"):
         decode_events(header, payload, BLOCK.schema)
 
 
-def test_the_decoded_length_is_known_before_decompressing() -> None:
-    header = parse_header(frame(snappy=True))
+def test_decoded_length_is_known_before_decompression() -> None:
+    header = parse_header(build_frame(snappy=True))
     assert header is not None
-    assert get_decoded_length(header, frame(snappy=True)[HEADER_SIZE:]) == len(BLOCK.serialize())
+    assert get_decoded_length(header, build_frame(snappy=True)[HEADER_SIZE:]) == len(
+        BLOCK.serialize()
+    )
 
 
-def test_a_message_in_pieces_is_the_message_that_serialize_makes() -> None:
+def test_message_in_pieces_equals_the_serialized_message() -> None:
     schema, block = ColumnFitter().fit(pa.schema([]), block_of([b"x" * 100] * 1000, timestamps=1))
     messages = MessageEncoder(schema)
     for part in (block, block.slice(10, 20), block):
-        assert joined(messages.encode(part)) == part.serialize().to_pybytes()
+        assert join_pieces(messages.encode(part)) == part.serialize().to_pybytes()
 
 
-def test_a_column_that_a_block_lacks_takes_no_more_memory_than_its_rows_need() -> None:
+def test_missing_column_uses_memory_only_for_its_rows() -> None:
     """Of a publisher's own type, one value may take a megabyte."""
     kinds: dict[str, pa.DataType] = {"value": pa.binary(), "wide": pa.binary(1 << 20)}
     schema = pa.schema(kinds)

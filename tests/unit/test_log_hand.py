@@ -8,10 +8,10 @@ import weakref
 import pytest
 
 from tests.contract.harness import PATIENCE
-from turnlane.storage.active_segment import SingleThreadExecutor
+from turnlane.storage.log import SingleThreadExecutor
 
 
-def test_the_caller_goes_on_meanwhile() -> None:
+def test_call_runs_while_the_caller_continues() -> None:
     """Both are under way at once."""
     executor, met = SingleThreadExecutor("test"), threading.Barrier(2, timeout=PATIENCE)
     executor.submit(lambda: (met.wait(), None)[1])
@@ -20,7 +20,7 @@ def test_the_caller_goes_on_meanwhile() -> None:
     executor.stop()
 
 
-def test_it_keeps_nothing_of_what_it_has_done() -> None:
+def test_finished_call_is_released_before_wait_returns() -> None:
     """What was written is large, and its memory is wanted for what is written next."""
 
     class Large:
@@ -36,7 +36,7 @@ def test_it_keeps_nothing_of_what_it_has_done() -> None:
     executor.stop()
 
 
-def test_the_caller_hears_what_went_wrong() -> None:
+def test_error_of_a_call_is_raised_once_by_wait() -> None:
     """Once; the next call is another matter."""
 
     def fail() -> None:
@@ -53,7 +53,7 @@ def test_the_caller_hears_what_went_wrong() -> None:
     executor.stop()
 
 
-def test_it_can_be_stopped_and_used_again() -> None:
+def test_stopped_executor_can_be_used_again() -> None:
     """Twice is harmless, and no thread is left."""
     executor = SingleThreadExecutor("hand-under-test")
     executor.stop()
@@ -64,7 +64,9 @@ def test_it_can_be_stopped_and_used_again() -> None:
     assert "hand-under-test" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_without_another_thread_the_caller_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_runs_on_the_calling_thread_if_no_thread_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As a queue that is closed at the very end of a program has to."""
 
     def refuse(thread: threading.Thread) -> None:

@@ -53,7 +53,7 @@ def test_settling_out_of_order_keeps_ranges_until_the_gap_closes() -> None:
     assert state.totals == {DELIVERED: 25, DEAD: 10}
 
 
-def test_nothing_is_counted_twice() -> None:
+def test_settling_again_counts_nothing_twice() -> None:
     state = settled((0, 10), (20, 30))
     state.bytes = 1000
     state.settle(5, 25, 200, DEAD)
@@ -63,11 +63,11 @@ def test_nothing_is_counted_twice() -> None:
     assert state.totals == {DELIVERED: 20, DEAD: 10}
 
 
-def test_an_empty_range_settles_nothing() -> None:
+def test_empty_range_settles_nothing() -> None:
     assert settled((0, 0), (5, 5), (7, 3)) == JournalState()
 
 
-def test_what_is_settled_is_no_longer_returned() -> None:
+def test_settled_range_is_no_longer_returned() -> None:
     state = JournalState()
     state.give_back(0, 100, 2)
     state.settle(0, 20, 0, DELIVERED)
@@ -78,20 +78,20 @@ def test_what_is_settled_is_no_longer_returned() -> None:
     assert (state.low, state.returned) == (60, [(60, 100, 2)])
 
 
-def test_what_is_returned_again_has_the_later_attempt() -> None:
+def test_range_returned_again_has_the_later_attempt() -> None:
     state = JournalState()
     state.give_back(0, 100, 2)
     state.give_back(50, 150, 3)
     assert state.returned == [(0, 50, 2), (50, 150, 3)]
 
 
-def test_what_is_settled_is_never_returned() -> None:
+def test_returning_a_settled_range_has_no_effect() -> None:
     state = settled((0, 10), (20, 30))
     state.give_back(5, 40, 2)
     assert state.returned == [(10, 20, 2), (30, 40, 2)]
 
 
-def test_the_position_and_the_stamps_never_go_back() -> None:
+def test_position_and_sequences_never_go_back() -> None:
     state = JournalState()
     state.advance(LogPosition(0, 800, 100), 1000, [ProducerSequence(P1, 50)])
     state.advance(LogPosition(0, 400, 50), 500, [ProducerSequence(P1, 25)])
@@ -102,7 +102,7 @@ def test_the_position_and_the_stamps_never_go_back() -> None:
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_numbers_with_gaps_are_there_after_opening(tmp_path: Path, snapshot: bool) -> None:
+def test_sequences_with_gaps_survive_reopening(tmp_path: Path, snapshot: bool) -> None:
     journal, _ = Journal.open(tmp_path, Disk(), ID)
     journal.record_sequences(
         [
@@ -121,7 +121,7 @@ def test_numbers_with_gaps_are_there_after_opening(tmp_path: Path, snapshot: boo
     }
 
 
-def test_a_snapshot_without_gaps_is_as_it_was_before_there_were_any() -> None:
+def test_snapshot_without_gaps_has_no_field_ahead() -> None:
     state = JournalState()
     state.add_sequence(ProducerSequence(P1, 7))
     payload = json.loads(encode_snapshot(state, ID, 1)[1].rstrip(b"\0"))
@@ -139,7 +139,7 @@ def test_only_the_most_recent_producers_are_remembered() -> None:
     assert (1).to_bytes(16) not in state.producers
 
 
-def test_the_floor_is_above_everything_known() -> None:
+def test_floor_is_above_all_known_offsets() -> None:
     state = settled((0, 10))
     assert state.floor == 10
     state.settle(20, 30, 0, DELIVERED)
@@ -153,7 +153,7 @@ spans = st.tuples(offset, offset).map(sorted)
 
 
 @given(st.lists(st.tuples(st.booleans(), spans, st.integers(1, 9)), max_size=30))
-def test_the_state_equals_plain_sets(steps: list[tuple[bool, list[int], int]]) -> None:
+def test_state_equals_a_model_of_plain_sets(steps: list[tuple[bool, list[int], int]]) -> None:
     state, done, back = JournalState(), set[int](), dict[int, int]()
     for settling, (first, end), attempt in steps:
         numbers = range(first, end)
@@ -181,7 +181,7 @@ def reopened(path: Path) -> JournalState:
     return state
 
 
-def test_a_new_journal_is_fresh_and_preallocated(tmp_path: Path) -> None:
+def test_new_journal_is_empty_and_preallocated(tmp_path: Path) -> None:
     state = reopened(tmp_path)
     assert state == JournalState()
     assert not state.found
@@ -216,7 +216,7 @@ EVERYTHING = {
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_everything_told_is_there_after_opening(tmp_path: Path, snapshot: bool) -> None:
+def test_all_records_survive_reopening(tmp_path: Path, snapshot: bool) -> None:
     journal, _ = Journal.open(tmp_path, Disk(), ID)
     tell_everything(journal)
     if snapshot:
@@ -226,7 +226,7 @@ def test_everything_told_is_there_after_opening(tmp_path: Path, snapshot: bool) 
     assert {name: getattr(state, name) for name in EVERYTHING} == EVERYTHING
 
 
-def test_the_bytes_are_those_of_the_format(tmp_path: Path) -> None:
+def test_bytes_follow_the_documented_format(tmp_path: Path) -> None:
     journal, _ = Journal.open(tmp_path, Disk(), ID)
     tell_everything(journal)
     journal.close()
@@ -253,7 +253,7 @@ def test_the_bytes_are_those_of_the_format(tmp_path: Path) -> None:
     assert fields[7] == (1, 7, 0, 0, 1000, 1100, 13, 0)
 
 
-def test_a_position_and_its_stamps_are_one_write(tmp_path: Path) -> None:
+def test_position_and_its_sequences_are_one_write(tmp_path: Path) -> None:
     disk = FaultyDisk()
     journal, _ = Journal.open(tmp_path, disk, ID)
     before = disk.operations["write"], disk.operations["sync"]
@@ -273,7 +273,7 @@ def test_reading_changes_nothing(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_the_state_given_out_is_a_copy(tmp_path: Path) -> None:
+def test_returned_state_is_a_copy(tmp_path: Path) -> None:
     journal, state = Journal.open(tmp_path, Disk(), ID)
     state.settle(0, 10, 0, DELIVERED)
     assert journal.state().low == 0
@@ -282,7 +282,7 @@ def test_the_state_given_out_is_a_copy(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_many_records_change_files_again_and_again(tmp_path: Path) -> None:
+def test_many_records_change_files_repeatedly(tmp_path: Path) -> None:
     journal, _ = Journal.open(tmp_path, Disk(), ID)
     for number in range(70_000):
         journal.record_settled(number, number + 1, 1, DELIVERED)
@@ -293,7 +293,7 @@ def test_many_records_change_files_again_and_again(tmp_path: Path) -> None:
     assert (state.low, state.totals) == (70_000, {DELIVERED: 70_000})
 
 
-def test_a_large_snapshot_makes_the_file_larger(tmp_path: Path) -> None:
+def test_large_snapshot_makes_the_file_larger(tmp_path: Path) -> None:
     journal, _ = Journal.open(tmp_path, Disk(), ID, file_size=16384)
     stamps = [ProducerSequence(number.to_bytes(16), number) for number in range(2000)]
     journal.record_position(LogPosition(0, 0, 1), 0, stamps)
@@ -304,7 +304,7 @@ def test_a_large_snapshot_makes_the_file_larger(tmp_path: Path) -> None:
     assert len(state.producers) == len(state.settled) == 2000
 
 
-def test_threads_may_tell_at_the_same_time(tmp_path: Path) -> None:
+def test_threads_can_record_concurrently(tmp_path: Path) -> None:
     journal, _ = Journal.open(tmp_path, Disk(), ID, file_size=32768)
 
     def tell(start: int) -> None:
@@ -322,7 +322,7 @@ def test_threads_may_tell_at_the_same_time(tmp_path: Path) -> None:
     assert (state.low, state.totals[DELIVERED], state.bytes) == (8000, 8000, -8000)
 
 
-def test_after_closing_nothing_can_be_told(tmp_path: Path) -> None:
+def test_closed_journal_refuses_records(tmp_path: Path) -> None:
     journal, _ = Journal.open(tmp_path, Disk(), ID)
     journal.close()
     journal.close()
@@ -330,13 +330,13 @@ def test_after_closing_nothing_can_be_told(tmp_path: Path) -> None:
         journal.record_settled(0, 1, 1, DELIVERED)
 
 
-def test_a_new_queue_causes_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_new_queue_logs_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal, _ = Journal.open(tmp_path, Disk(), ID)
     journal.close()
     assert not caplog.records
 
 
-def test_a_missing_journal_beside_chunks_causes_one(
+def test_missing_journal_next_to_chunks_logs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / f"{0:016x}.chunk").touch()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tests.log_harness import drained, fill, open_log, values
+from tests.log_harness import append_events, build_values, open_log, read_all
 from turnlane.errors import Bug, SchemaMismatch
 from turnlane.events import BASE_SCHEMA, block_of, get_values
 from turnlane.ledger import Outcome
@@ -36,16 +36,14 @@ def test_an_empty_log_has_nothing_to_read(opened: Opener) -> None:
 
 @pytest.mark.parametrize("max_events", [1, 7, 100, 1000])
 @pytest.mark.parametrize("mode", ["none", "snappy", "auto"])
-def test_what_was_appended_comes_back(
-    opened: Opener, mode: CompressionMode, max_events: int
-) -> None:
+def test_appended_events_are_read(opened: Opener, mode: CompressionMode, max_events: int) -> None:
     log = opened(mode=mode, segment_size=4096)
-    fill(log, 50, blocks=10)
-    assert drained(log, max_events=max_events) == values(0, 500)
-    assert drained(log, 123, max_events) == values(123, 377)
+    append_events(log, 50, blocks=10)
+    assert read_all(log, max_events=max_events) == build_values(0, 500)
+    assert read_all(log, 123, max_events) == build_values(123, 377)
 
 
-def test_reading_gives_the_base_columns_back(opened: Opener) -> None:
+def test_reading_restores_the_base_columns(opened: Opener) -> None:
     log = opened()
     block = block_of([b"a", b"b"], timestamps=5)
     log.append(0, block)
@@ -55,7 +53,7 @@ def test_reading_gives_the_base_columns_back(opened: Opener) -> None:
     assert found.block.equals(block)
 
 
-def test_every_column_survives(opened: Opener) -> None:
+def test_all_column_types_survive(opened: Opener) -> None:
     log = opened()
     block = block_of(
         [b"a", b"b"],
@@ -71,24 +69,24 @@ def test_every_column_survives(opened: Opener) -> None:
     assert found.block.equals(block)
 
 
-def test_a_reader_sees_what_is_appended_after_it_came_to_the_end(opened: Opener) -> None:
+def test_reader_at_the_end_sees_later_events(opened: Opener) -> None:
     log = opened()
     reader = log.create_reader()
     assert reader.read(0, 10) is None
-    fill(log, 3)
+    append_events(log, 3)
     assert isinstance(reader.read(0, 10), StoredEvents)
     assert reader.read(3, 10) is None
-    fill(log, 3)
+    append_events(log, 3)
     found = reader.read(3, 10)
     assert isinstance(found, StoredEvents)
-    assert get_values([found.block]) == values(3, 3)
+    assert get_values([found.block]) == build_values(3, 3)
 
 
-def test_chunks_stay_within_their_size_and_are_named_by_their_first_offset(
+def test_segments_stay_within_their_size_and_are_named_by_first_offset(
     opened: Opener, tmp_path: Path
 ) -> None:
     log = opened(segment_size=8192)
-    fill(log, 40, blocks=20)
+    append_events(log, 40, blocks=20)
     spans = log.list_segments()
     assert len(spans) > 2
     assert [span.end for span in spans] == [*[span.first for span in spans[1:]], 800]
@@ -99,37 +97,37 @@ def test_chunks_stay_within_their_size_and_are_named_by_their_first_offset(
     assert log.rotations == len(spans)
 
 
-def test_a_block_larger_than_a_chunk_gets_one_of_its_own(opened: Opener) -> None:
+def test_block_larger_than_a_segment_gets_its_own_segment(opened: Opener) -> None:
     log = opened(segment_size=1000)
-    fill(log, 1)
-    fill(log, 500)
-    fill(log, 1)
+    append_events(log, 1)
+    append_events(log, 500)
+    append_events(log, 1)
     assert [span.first for span in log.list_segments()] == [0, 1, 501]
-    assert drained(log) == values(0, 502)
+    assert read_all(log) == build_values(0, 502)
 
 
-def test_a_new_column_starts_a_chunk_and_an_old_one_does_not(opened: Opener) -> None:
+def test_only_a_new_column_starts_a_segment(opened: Opener) -> None:
     log = opened()
-    fill(log, 2)
+    append_events(log, 2)
     log.append(2, block_of([b"event 2"], keys=["k"], timestamps=1))
-    fill(log, 2)
+    append_events(log, 2)
     log.append(5, block_of([b"event 5"], keys=["k"], timestamps=1))
     assert [span.first for span in log.list_segments()] == [0, 2]
-    assert drained(log) == values(0, 6)
+    assert read_all(log) == build_values(0, 6)
 
 
-def test_columns_without_values_take_no_room(opened: Opener) -> None:
+def test_columns_without_values_are_not_stored(opened: Opener) -> None:
     log = opened()
     log.append(0, block_of([b"a"] * 1000, timestamps=1))
     bare = log.bytes
     assert bare < 1000 * (8 + 4 + 1) + 1000
 
 
-def test_another_type_for_a_known_column_is_refused_before_anything_is_written(
+def test_different_type_of_a_column_is_refused_before_any_write(
     opened: Opener,
 ) -> None:
     log = opened()
-    fill(log, 2)
+    append_events(log, 2)
     before = log.position
     good = block_of([b"x"])
     for bad in (
@@ -141,7 +139,7 @@ def test_another_type_for_a_known_column_is_refused_before_anything_is_written(
         assert log.position == before
 
 
-def test_two_columns_of_one_name_are_refused(opened: Opener) -> None:
+def test_two_columns_with_one_name_are_refused(opened: Opener) -> None:
     twice = pa.RecordBatch.from_arrays([pa.array([b"x"]), pa.array([b"y"])], ["value", "value"])
     with pytest.raises(SchemaMismatch):
         opened().append(0, twice)
@@ -158,32 +156,32 @@ def test_dictionaries_are_stored_as_plain_values(opened: Opener) -> None:
     assert found.block.schema.field("key").type == pa.string()
 
 
-def test_slices_of_a_larger_block_are_stored_as_slices(opened: Opener) -> None:
+def test_slice_of_a_larger_block_is_stored_alone(opened: Opener) -> None:
     log = opened()
-    whole = block_of(values(0, 1000), keys=[None if i % 3 else "k" for i in range(1000)])
+    whole = block_of(build_values(0, 1000), keys=[None if i % 3 else "k" for i in range(1000)])
     log.append(0, whole.slice(0, 7))
     log.append(7, whole.slice(7, 3))
-    assert drained(log) == values(0, 10)
+    assert read_all(log) == build_values(0, 10)
     assert log.bytes < 4000
 
 
-def test_a_gap_is_reported_as_missing(opened: Opener) -> None:
+def test_gap_is_reported_as_missing(opened: Opener) -> None:
     log = opened()
-    fill(log, 5)
-    log.append(20, block_of(values(20, 5)))
-    expected = [*values(0, 5), UnreadableRange(5, 20, Outcome.MISSING), *values(20, 5)]
-    assert drained(log) == expected
-    assert drained(log, 10)[0] == UnreadableRange(10, 20, Outcome.MISSING)
+    append_events(log, 5)
+    log.append(20, block_of(build_values(20, 5)))
+    expected = [*build_values(0, 5), UnreadableRange(5, 20, Outcome.MISSING), *build_values(20, 5)]
+    assert read_all(log) == expected
+    assert read_all(log, 10)[0] == UnreadableRange(10, 20, Outcome.MISSING)
 
 
 def test_offsets_never_go_back(opened: Opener) -> None:
     log = opened()
-    fill(log, 5)
+    append_events(log, 5)
     with pytest.raises(Bug):
         log.append(4, block_of([b"x"]))
 
 
-def test_an_empty_block_writes_nothing(opened: Opener) -> None:
+def test_empty_block_writes_nothing(opened: Opener) -> None:
     log = opened()
     log.append(0, block_of([]))
     assert log.position == LogPosition(0, 0, 0)
@@ -194,48 +192,50 @@ def test_several_blocks_are_one_write(opened: Opener) -> None:
 
     disk = FaultyDisk()
     log = opened(disk=disk)
-    fill(log, 1)
+    append_events(log, 1)
     writes = disk.operations["write"]
-    log.append_frames(1, [[block_of(values(1 + 3 * n, 3), timestamps=1)] for n in range(20)])
+    log.append_frames(1, [[block_of(build_values(1 + 3 * n, 3), timestamps=1)] for n in range(20)])
     assert disk.operations["write"] == writes + 1
-    assert drained(log) == values(0, 61)
+    assert read_all(log) == build_values(0, 61)
 
 
-def test_the_log_goes_on_where_it_was(opened: Opener) -> None:
+def test_reopened_log_continues_at_its_end(opened: Opener) -> None:
     log = opened(segment_size=4096)
-    fill(log, 50, blocks=5)
+    append_events(log, 50, blocks=5)
     hint = log.position
-    fill(log, 50, blocks=2)
+    append_events(log, 50, blocks=2)
     log.close()
     for given in (None, hint):
         log = opened(segment_size=4096, hint=given)
         assert log.end == 350
         assert log.torn_bytes == 0
-        assert drained(log) == values(0, 350)
+        assert read_all(log) == build_values(0, 350)
         log.close()
     log = opened(segment_size=4096)
-    fill(log, 50)
-    assert drained(log) == values(0, 400)
+    append_events(log, 50)
+    assert read_all(log) == build_values(0, 400)
 
 
-def test_opening_again_keeps_the_columns_and_appends_to_the_same_chunk(opened: Opener) -> None:
+def test_reopened_log_keeps_its_columns_and_its_segment(opened: Opener) -> None:
     log = opened()
     log.append(0, block_of([b"event 0"], keys=["k"], sources=["s"], timestamps=1))
     log.close()
     log = opened()
-    fill(log, 2)
+    append_events(log, 2)
     assert len(log.list_segments()) == 1
-    assert drained(log) == values(0, 3)
+    assert read_all(log) == build_values(0, 3)
 
 
-def test_stamps_after_the_hint_are_found_again(opened: Opener) -> None:
+def test_sequences_after_the_hint_are_recovered(opened: Opener) -> None:
     log = opened(segment_size=2000)
     first, second = b"p" * 16, b"q" * 16
-    log.append(0, block_of(values(0, 40)), [ProducerSequence(first, 40)])
+    log.append(0, block_of(build_values(0, 40)), [ProducerSequence(first, 40)])
     hint = log.position
-    log.append(40, block_of(values(40, 40)), [ProducerSequence(second, 7)])
+    log.append(40, block_of(build_values(40, 40)), [ProducerSequence(second, 7)])
     log.append(
-        80, block_of(values(80, 40)), [ProducerSequence(first, 120), ProducerSequence(second, 8)]
+        80,
+        block_of(build_values(80, 40)),
+        [ProducerSequence(first, 120), ProducerSequence(second, 8)],
     )
     assert len(log.list_segments()) > 1
     log.close()
@@ -248,44 +248,42 @@ def test_stamps_after_the_hint_are_found_again(opened: Opener) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "snappy"])
-def test_stamps_do_not_disturb_the_events(opened: Opener, mode: CompressionMode) -> None:
+def test_sequences_do_not_change_the_events(opened: Opener, mode: CompressionMode) -> None:
     log = opened(mode=mode)
-    log.append(0, block_of(values(0, 500)), [ProducerSequence(b"p" * 16, 3)])
-    assert drained(log) == values(0, 500)
+    log.append(0, block_of(build_values(0, 500)), [ProducerSequence(b"p" * 16, 3)])
+    assert read_all(log) == build_values(0, 500)
 
 
 def test_sync_covers_everything_appended(opened: Opener) -> None:
     log = opened()
-    fill(log, 5)
+    append_events(log, 5)
     assert log.synced_end == 0
     log.sync()
     assert log.synced_end == 5
 
 
-def test_a_rotation_syncs_the_former_chunk(opened: Opener) -> None:
+def test_rotation_syncs_the_former_segment(opened: Opener) -> None:
     log = opened()
-    fill(log, 5)
+    append_events(log, 5)
     log.rotate()
     assert log.synced_end == 5
 
 
-def test_without_durability_a_later_sync_covers_all_chunks(opened: Opener) -> None:
+def test_later_sync_covers_all_segments_without_durability(opened: Opener) -> None:
     from turnlane.testing import FaultyDisk
 
     disk = FaultyDisk()
     log = opened(disk=disk, durable=False, segment_size=500)
-    fill(log, 5, blocks=4)
+    append_events(log, 5, blocks=4)
     assert disk.operations["sync"] == 0
     log.sync()
     assert disk.operations["sync"] == len(log.list_segments()) > 1
     assert log.synced_end == 20
 
 
-def test_a_settled_chunk_can_be_removed_once_the_log_has_another(
-    opened: Opener, tmp_path: Path
-) -> None:
+def test_segment_can_be_removed_once_it_is_not_active(opened: Opener, tmp_path: Path) -> None:
     log = opened()
-    fill(log, 5)
+    append_events(log, 5)
     with pytest.raises(Bug):
         log.remove_segment(0)
     log.rotate()
@@ -293,28 +291,28 @@ def test_a_settled_chunk_can_be_removed_once_the_log_has_another(
     log.remove_segment(0)
     assert [span.first for span in log.list_segments()] == [5]
     assert log.start == log.end == 5
-    fill(log, 5)
-    assert drained(log, 5) == values(5, 5)
+    append_events(log, 5)
+    assert read_all(log, 5) == build_values(5, 5)
     assert [path.name for path in tmp_path.glob("*.chunk")] == ["0000000000000005.chunk"]
 
 
-def test_a_reader_survives_the_removal_of_its_chunk(opened: Opener) -> None:
+def test_reader_survives_the_removal_of_its_segment(opened: Opener) -> None:
     log = opened()
-    fill(log, 5, blocks=2)
+    append_events(log, 5, blocks=2)
     reader = log.create_reader()
     assert isinstance(reader.read(0, 5), StoredEvents)
     log.rotate()
-    fill(log, 5)
+    append_events(log, 5)
     log.remove_segment(0)
     assert reader.read(5, 5) == UnreadableRange(5, 10, Outcome.MISSING)
     found = reader.read(10, 5)
     assert isinstance(found, StoredEvents)
-    assert get_values([found.block]) == values(10, 5)
+    assert get_values([found.block]) == build_values(10, 5)
 
 
-def test_a_rotated_empty_chunk_can_grow_its_schema(opened: Opener) -> None:
+def test_empty_segment_can_get_new_columns(opened: Opener) -> None:
     log = opened()
-    fill(log, 5)
+    append_events(log, 5)
     log.rotate()
     reader = log.create_reader()
     assert isinstance(reader.read(0, 5), StoredEvents)
@@ -322,22 +320,22 @@ def test_a_rotated_empty_chunk_can_grow_its_schema(opened: Opener) -> None:
     log.append(5, block_of([b"event 5"], keys=["k"], timestamps=1))
     found = reader.read(5, 5)
     assert isinstance(found, StoredEvents)
-    assert get_values([found.block]) == values(5, 1)
+    assert get_values([found.block]) == build_values(5, 1)
 
 
-def test_the_floor_starts_a_chunk_of_its_own(opened: Opener) -> None:
+def test_floor_above_the_end_starts_a_new_segment(opened: Opener) -> None:
     log = opened()
-    fill(log, 5)
+    append_events(log, 5)
     log.close()
     log = opened(floor=9)
     assert log.end == 9
-    assert drained(log) == [*values(0, 5), UnreadableRange(5, 9, Outcome.MISSING)]
-    fill(log, 2)
+    assert read_all(log) == [*build_values(0, 5), UnreadableRange(5, 9, Outcome.MISSING)]
+    append_events(log, 2)
     assert [span.first for span in log.list_segments()] == [0, 9]
-    assert drained(log, 9) == values(9, 2)
+    assert read_all(log, 9) == build_values(9, 2)
 
 
-def test_seeking_in_a_large_chunk_starts_near_the_offset(opened: Opener) -> None:
+def test_seek_in_a_large_segment_starts_near_the_offset(opened: Opener) -> None:
     from turnlane.testing import FaultyDisk
 
     disk = FaultyDisk()
@@ -359,7 +357,7 @@ def test_readers_and_the_writer_do_not_disturb_each_other(opened: Opener) -> Non
         while offset < total:
             result = reader.read(offset, 64)
             if isinstance(result, StoredEvents):
-                if get_values([result.block]) != values(offset, result.block.num_rows):
+                if get_values([result.block]) != build_values(offset, result.block.num_rows):
                     problems.append(offset)
                 offset += result.block.num_rows
             elif result is not None:
@@ -369,7 +367,7 @@ def test_readers_and_the_writer_do_not_disturb_each_other(opened: Opener) -> Non
     threads = [threading.Thread(target=read) for _ in range(3)]
     for thread in threads:
         thread.start()
-    fill(log, 100, blocks=total // 100)
+    append_events(log, 100, blocks=total // 100)
     for thread in threads:
         thread.join()
     assert problems == []

@@ -52,10 +52,10 @@ def _faults(program: str, **variables: str) -> float:
 
 
 @pytest.mark.parametrize("program", [BLOCKS, C_CODE], ids=["blocks", "what C code uses"])
-def test_what_was_freed_is_used_again(program: str) -> None:
+def test_freed_memory_is_reused(program: str) -> None:
     assert _faults(program) < TOUCHED[program] / 20
 
 
-def test_whoever_says_otherwise_is_heeded() -> None:
+def test_environment_variable_of_the_user_wins() -> None:
     # However large its pages are, there is one at least for each block.
     assert _faults(BLOCKS, MIMALLOC_PURGE_DECOMMITS="1") >= 4

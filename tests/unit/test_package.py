@@ -54,7 +54,7 @@ def test_every_core_module_imports_without_pyspark() -> None:
         ("turnlane.spark.source", {"turnlane.table", "turnlane.delivery.engine"}),
     ],
 )
-def test_what_is_seldom_needed_is_imported_late(module: str, unneeded: set[str]) -> None:
+def test_seldom_used_modules_are_imported_late(module: str, unneeded: set[str]) -> None:
     """Processes are many and short: commands, and those of Spark."""
     program = f"import sys, {module}; print(*sys.modules)"
     run = subprocess.run(
@@ -84,7 +84,7 @@ def test_all_is_complete() -> None:
         assert hasattr(turnlane, name)
 
 
-def test_every_public_name_says_what_it_is() -> None:
+def test_every_public_name_has_a_docstring() -> None:
     undocumented = [
         name
         for name in turnlane.__all__

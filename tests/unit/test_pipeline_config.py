@@ -21,7 +21,7 @@ from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import Format
 from turnlane.outputs.file import FileOutputSettings
 from turnlane.outputs.spark import SparkSinkSettings
-from turnlane.queues.knobs import Kind
+from turnlane.queues.settings import Kind
 from turnlane.service import check
 
 ROOT = Path(__file__).parents[2]

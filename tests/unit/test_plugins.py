@@ -41,14 +41,14 @@ def settings_of(output: str) -> object:
     return action.output.model_dump()
 
 
-def test_an_output_of_ones_own_is_named_by_module_and_class() -> None:
+def test_own_output_is_named_by_module_and_class() -> None:
     found = settings_of("{type: 'own_plugin_of_tests:Shout', volume: 3}")
     assert found == {"type": "own_plugin_of_tests:Shout", "volume": 3}
     kind = outputs.load("own_plugin_of_tests:Shout")
     assert kind is outputs.load("own_plugin_of_tests:Shout")
 
 
-def test_its_settings_are_checked_as_all_are() -> None:
+def test_settings_of_an_own_output_are_checked() -> None:
     with pytest.raises(ConfigFaults, match=r"f:4:\d+: actions\[0\]\.output\.volum: .*volume"):
         settings_of("{type: 'own_plugin_of_tests:Shout', volum: 3}")
 
@@ -66,17 +66,17 @@ def test_its_settings_are_checked_as_all_are() -> None:
         ("own_plugin_of_tests:a.b", "write module:Class"),
     ],
 )
-def test_what_is_no_output_is_refused_with_the_reason(kind: str, words: str) -> None:
+def test_class_that_is_not_an_output_is_refused_with_the_reason(kind: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         outputs.load(kind)
 
 
-def test_an_output_is_no_input() -> None:
+def test_output_is_refused_as_an_input() -> None:
     with pytest.raises(ConfigError, match="is none"):
         inputs.load("own_plugin_of_tests:Shout")
 
 
-def test_editors_allow_it() -> None:
+def test_json_schema_allows_an_own_output() -> None:
     schema = json_schema([], [])
     [own] = schema["$defs"]["ActionSection"]["properties"]["output"]["oneOf"]
     assert own["title"] == "an output of your own"

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import pytest
 
 from tests.contract.harness import PATIENCE, wait_until
+from tests.queue_internals import remote_storage_of, state_of
 from tests.recovery.proxy_harness import Publisher, await_values, impatience, open_proxy
 from turnlane.errors import QueueClosed, QueueEmpty, QueueFull, TransportDown
 from turnlane.events import Block, block_of
-from turnlane.queues import proxy
+from turnlane.queues import open_buffered_queue, proxy
 from turnlane.queues.api import Ack, AckLevel, Connection, Durability, Transport
-from turnlane.queues.memory import MemoryQueue
-from turnlane.queues.proxy import ProxyQueue, retry_after
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.positions import BufferedBatch
+from turnlane.queues.proxy import RemoteStorage, retry_delay
 from turnlane.queues.settings import QueueSettings
 from turnlane.testing import FlakyTransport, LoopbackTransport, ModelConnection, ModelNode, Step
 
@@ -30,11 +33,11 @@ def _impatient() -> Iterator[None]:
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., ProxyQueue]]:
+def opened() -> Iterator[Callable[..., BufferedQueue]]:
     """Open proxies that are closed when the test is over."""
-    queues: list[ProxyQueue] = []
+    queues: list[BufferedQueue] = []
 
-    def opening(transport: Transport, **knobs: object) -> ProxyQueue:
+    def opening(transport: Transport, **knobs: object) -> BufferedQueue:
         queues.append(open_proxy(transport, **knobs))  # type: ignore[arg-type]
         return queues[-1]
 
@@ -44,17 +47,17 @@ def opened() -> Iterator[Callable[..., ProxyQueue]]:
         assert queue.stats().ledger.adds_up
 
 
-Opening = Callable[..., ProxyQueue]
+Opening = Callable[..., BufferedQueue]
 
 
-def _publisher(queue: ProxyQueue, node: ModelNode, level: str = "persisted") -> Publisher:
+def _publisher(queue: BufferedQueue, node: ModelNode, level: str = "persisted") -> Publisher:
     return Publisher(queue, node.values, "p", AckLevel(level))
 
 
 # What is held
 
 
-def test_is_room_returned_once_the_node_has_accepted(opened: Opening) -> None:
+def test_room_is_free_once_the_node_has_accepted(opened: Opening) -> None:
     """Many times the queue's size can be published though nothing is persisted or delivered."""
     node = ModelNode()
     queue = opened(node, batch_size=4, batches=1)
@@ -67,7 +70,7 @@ def test_is_room_returned_once_the_node_has_accepted(opened: Opening) -> None:
     assert publisher.acks == []
 
 
-def test_are_several_batches_held(opened: Opening) -> None:
+def test_a_proxy_holds_several_batches(opened: Opening) -> None:
     """While the node is away, ``batches`` × ``batch_size`` events fit, and no more."""
     node = ModelNode()
     node.leave()
@@ -80,7 +83,7 @@ def test_are_several_batches_held(opened: Opening) -> None:
     await_values(node, 24)
 
 
-def test_is_a_batch_as_large_as_batch_size_says(opened: Opening) -> None:
+def test_a_batch_has_up_to_batch_size_events(opened: Opening) -> None:
     """The default size of dequeued batches does not bound what is sent to the node."""
     sizes: list[int] = []
 
@@ -98,7 +101,7 @@ def test_is_a_batch_as_large_as_batch_size_says(opened: Opening) -> None:
     assert sizes == [3000]
 
 
-def test_do_contents_kept_for_resending_stay_within_resend_bytes(opened: Opening) -> None:
+def test_contents_kept_for_resending_stay_within_resend_bytes(opened: Opening) -> None:
     """Beyond it publishers wait, until the node has persisted something."""
     node = ModelNode()
     queue = opened(node, batch_size=4, batches=1, resend_bytes=1000, max_event_bytes=100)
@@ -108,7 +111,11 @@ def test_do_contents_kept_for_resending_stay_within_resend_bytes(opened: Opening
     def is_stuck() -> bool:
         producer.try_publish(value)
         full = queue.stats().size == 4
-        return full and queue._sent_bytes > 1000 and len(queue._unaccepted) == 1
+        return (
+            full
+            and remote_storage_of(queue)._sent_bytes > 1000
+            and len(remote_storage_of(queue)._unaccepted) == 1
+        )
 
     wait_until(is_stuck, "a batch that has to wait")
     with pytest.raises(QueueFull):
@@ -123,7 +130,7 @@ def test_do_contents_kept_for_resending_stay_within_resend_bytes(opened: Opening
         assert producer.publish(value, timeout=PATIENCE)
 
 
-def test_can_a_batch_larger_than_resend_bytes_be_sent(opened: Opening) -> None:
+def test_a_batch_larger_than_resend_bytes_is_sent_alone(opened: Opening) -> None:
     """It goes alone, so that nothing stands still."""
     node = ModelNode(eager="persisted")
     queue = opened(node, batch_size=50, batches=1, resend_bytes=200, max_event_bytes=100)
@@ -133,26 +140,29 @@ def test_can_a_batch_larger_than_resend_bytes_be_sent(opened: Opening) -> None:
     await_values(node, 200)
 
 
-def test_is_only_metadata_left_of_what_is_persisted(opened: Opening) -> None:
+def test_contents_are_given_up_once_persisted(opened: Opening) -> None:
     """The contents go when the node has persisted them, not when it has delivered them."""
     node = ModelNode()
     queue = opened(node)
     publisher = _publisher(queue, node)
     publisher.publish(40)
     await_values(node, 40)
-    assert all(sent.block is not None for sent in list(queue._undelivered))
+    assert all(sent.block is not None for sent in list(remote_storage_of(queue)._undelivered))
     node.persist()
     publisher.await_acks()
-    assert queue._undelivered
-    assert not queue._unpersisted
-    assert all(sent.block is None for sent in list(queue._undelivered))
-    assert all(sent.batch.freed for sent in list(queue._undelivered))
+    assert remote_storage_of(queue)._undelivered
+    assert not remote_storage_of(queue)._unpersisted
+    assert all(sent.block is None for sent in list(remote_storage_of(queue)._undelivered))
+    assert all(
+        cast("BufferedBatch", sent.batch).is_freed
+        for sent in list(remote_storage_of(queue)._undelivered)
+    )
 
 
 # Acks
 
 
-def test_do_acks_wait_for_the_level_that_was_asked_for(opened: Opening) -> None:
+def test_acks_wait_for_the_level_of_the_producer(opened: Opening) -> None:
     """Each producer hears exact counts, of its own events, at its own level."""
     node = ModelNode()
     queue = opened(node)
@@ -174,7 +184,7 @@ def test_do_acks_wait_for_the_level_that_was_asked_for(opened: Opening) -> None:
     delivered.check(node.values())
 
 
-def test_is_part_of_a_batch_acked_when_part_of_it_is_delivered(opened: Opening) -> None:
+def test_a_partly_delivered_batch_is_acked_in_part(opened: Opening) -> None:
     """How the proxy cut its batches is nothing that a producer's ack waits for."""
     node = ModelNode()
     node.leave()
@@ -193,7 +203,7 @@ def test_is_part_of_a_batch_acked_when_part_of_it_is_delivered(opened: Opening) 
     publisher.check(node.values())
 
 
-def test_do_acks_say_what_the_node_vouches_for(opened: Opening) -> None:
+def test_acks_have_the_durability_of_the_node(opened: Opening) -> None:
     """The durability in an ack is the node's, not the proxy's own."""
     node = ModelNode(eager="persisted", durability=Durability.INTERVAL)
     queue = opened(node)
@@ -203,7 +213,7 @@ def test_do_acks_say_what_the_node_vouches_for(opened: Opening) -> None:
     assert publisher.acks[-1].durability is Durability.INTERVAL
 
 
-def test_does_a_blocking_callback_stall_anything(opened: Opening) -> None:
+def test_a_blocking_callback_stalls_nothing(opened: Opening) -> None:
     """Sending, listening and publishing go on while a callback does not return."""
     node = ModelNode(eager="persisted")
     queue = opened(node, batch_size=4, batches=1, resend_bytes=1000, max_event_bytes=100)
@@ -230,7 +240,7 @@ def test_does_a_blocking_callback_stall_anything(opened: Opening) -> None:
     assert sum(counts) == 102
 
 
-def test_may_a_callback_close_the_queue(opened: Opening) -> None:
+def test_a_callback_may_close_the_proxy(opened: Opening) -> None:
     """A callback that closes the queue it hears from waits for nobody but the others."""
     node = ModelNode(eager="persisted")
     queue = opened(node)
@@ -249,13 +259,13 @@ def test_may_a_callback_close_the_queue(opened: Opening) -> None:
 # Closing
 
 
-def _closing(queue: ProxyQueue, timeout: float = PATIENCE) -> threading.Thread:
+def _closing(queue: BufferedQueue, timeout: float = PATIENCE) -> threading.Thread:
     thread = threading.Thread(target=lambda: queue.close(drain=True, timeout=timeout))
     thread.start()
     return thread
 
 
-def test_does_a_draining_close_wait_for_persisted(opened: Opening) -> None:
+def test_a_draining_close_waits_for_persisted(opened: Opening) -> None:
     """Accepted is not enough; delivered is not asked for."""
     node = ModelNode()
     queue = opened(node)
@@ -273,7 +283,7 @@ def test_does_a_draining_close_wait_for_persisted(opened: Opening) -> None:
     assert (ledger.delivered, ledger.dropped) == (10, {})
 
 
-def test_does_a_draining_close_give_up_in_time(opened: Opening) -> None:
+def test_a_draining_close_gives_up_in_time(opened: Opening) -> None:
     """What the node had not persisted by then is counted as lost, and not acked."""
     node = ModelNode()
     queue = opened(node)
@@ -288,7 +298,7 @@ def test_does_a_draining_close_give_up_in_time(opened: Opening) -> None:
     assert (ledger.delivered, dict(ledger.dropped)) == (4, {"closed": 6})
 
 
-def test_does_a_forced_close_count_what_is_lost(opened: Opening) -> None:
+def test_a_forced_close_counts_lost_events(opened: Opening) -> None:
     """Everything that the node did not say it has is dropped, by the name of closed."""
     node = ModelNode()
     node.leave()
@@ -301,7 +311,7 @@ def test_does_a_forced_close_count_what_is_lost(opened: Opening) -> None:
     assert publisher.acks == []
 
 
-def test_does_a_draining_close_send_again_what_a_crash_lost(opened: Opening) -> None:
+def test_a_draining_close_sends_events_again_that_a_crash_lost(opened: Opening) -> None:
     """A node that dies while the queue drains is waited for, and gets everything once more."""
     node = ModelNode()
     queue = opened(node)
@@ -309,7 +319,7 @@ def test_does_a_draining_close_send_again_what_a_crash_lost(opened: Opening) -> 
     publisher.publish(10)
     await_values(node, 10)
     closing = _closing(queue)
-    wait_until(lambda: queue._held.gate.closed, "the close")
+    wait_until(lambda: state_of(queue).admission.is_closed, "the close")
     node.crash(away=True)
     assert node.values() == []
     node.come_back()
@@ -320,7 +330,7 @@ def test_does_a_draining_close_send_again_what_a_crash_lost(opened: Opening) -> 
     publisher.check(node.values())
 
 
-def test_does_a_close_free_a_sender_blocked_at_a_busy_node(opened: Opening) -> None:
+def test_a_close_frees_a_sender_that_is_blocked_at_a_busy_node(opened: Opening) -> None:
     """Neither a node that takes nothing nor one that says nothing can hold a close up."""
     node = ModelNode(size=1)
     queue = opened(node)
@@ -334,7 +344,7 @@ def test_does_a_close_free_a_sender_blocked_at_a_busy_node(opened: Opening) -> N
     assert queue.stats().ledger.dropped == {"closed": 16}
 
 
-def test_does_a_node_that_dies_as_the_client_lets_go_hurt(opened: Opening) -> None:
+def test_a_node_that_dies_during_the_close_does_no_harm(opened: Opening) -> None:
     """A transport that raises from ``close`` changes nothing."""
     node = ModelNode(eager="persisted")
     transport = FlakyTransport(node, crash=node.crash)
@@ -348,7 +358,7 @@ def test_does_a_node_that_dies_as_the_client_lets_go_hurt(opened: Opening) -> No
     publisher.check(node.values())
 
 
-def test_does_a_drain_end_when_the_last_events_were_dropped(opened: Opening) -> None:
+def test_a_drain_ends_when_the_last_events_were_dropped(opened: Opening) -> None:
     """Events dropped behind the last one sent are nothing that the node could persist."""
     node = ModelNode(size=1)
     queue = opened(node, full_behavior="drop_oldest", max_bytes=300, batch_size=8, batches=2)
@@ -368,7 +378,7 @@ def test_does_a_drain_end_when_the_last_events_were_dropped(opened: Opening) -> 
     assert (sum(ack.count for ack in acks), sum(ack.dropped for ack in acks)) == (2, 1)
 
 
-def test_is_a_publisher_woken_that_waits_for_an_ack_at_close(opened: Opening) -> None:
+def test_a_close_wakes_a_publisher_that_waits_for_an_ack(opened: Opening) -> None:
     """Without a callback, ``publish`` waits for its level; a close ends that, without an ack."""
     node = ModelNode()
     queue = opened(node)
@@ -391,7 +401,7 @@ def test_is_a_publisher_woken_that_waits_for_an_ack_at_close(opened: Opening) ->
 # A node that is away
 
 
-def test_does_publishing_block_while_the_node_is_away(opened: Opening) -> None:
+def test_publishing_blocks_while_the_node_is_away(opened: Opening) -> None:
     """Publishers wait, or hear ``QueueFull`` in time; when the node is back, all goes on."""
     node = ModelNode(eager="delivered")
     node.leave()
@@ -410,7 +420,7 @@ def test_does_publishing_block_while_the_node_is_away(opened: Opening) -> None:
 
 
 @pytest.mark.parametrize("behavior", ["drop_newest", "drop_oldest"])
-def test_are_events_dropped_as_configured_while_the_node_is_away(
+def test_events_are_dropped_as_configured_while_the_node_is_away(
     opened: Opening, behavior: str
 ) -> None:
     """What is dropped is counted, and its producer told; the rest arrives in order."""
@@ -433,7 +443,7 @@ def test_are_events_dropped_as_configured_while_the_node_is_away(
     assert sum(ack.count for ack in acks) == len(node.values())
 
 
-def test_is_a_client_with_a_fixed_id_continued_after_a_restart(opened: Opening) -> None:
+def test_a_client_with_a_fixed_id_continues_after_a_restart(opened: Opening) -> None:
     """The numbering goes on where the node says, so nothing new is taken for a repeat."""
     node = ModelNode(eager="persisted")
     first = opened(node, producer_id="client-1")
@@ -453,7 +463,7 @@ def test_is_a_client_with_a_fixed_id_continued_after_a_restart(opened: Opening) 
     assert second.stats().ledger.delivered == 13
 
 
-def test_is_nothing_of_an_old_client_taken_after_a_new_one_came() -> None:
+def test_events_of_an_old_client_are_refused_after_a_new_one_came() -> None:
     """A block still on its way when the client was restarted must not use up its numbers."""
     node = ModelNode()
     old = node.connect("client-1")
@@ -464,7 +474,7 @@ def test_is_nothing_of_an_old_client_taken_after_a_new_one_came() -> None:
     assert node.values() == [b"fresh"]
 
 
-def test_is_it_said_when_a_node_lost_what_it_had_persisted(
+def test_a_node_that_lost_persisted_events_is_logged(
     opened: Opening, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing can bring the events back, but it does not go unnoticed, and the next ones arrive."""
@@ -480,7 +490,8 @@ def test_is_it_said_when_a_node_lost_what_it_had_persisted(
     with caplog.at_level(logging.ERROR):
         queue.producer().publish(b"next")
         await_values(empty, 1)
-    assert "lost 5 events that it had persisted" in caplog.text
+    assert "queue.node_lost_events" in caplog.text
+    assert "events=5" in caplog.text
 
 
 # A transport that misbehaves
@@ -490,9 +501,7 @@ def test_is_it_said_when_a_node_lost_what_it_had_persisted(
     "step",
     [Step.CONNECT, Step.BEFORE_SEND, Step.AFTER_SEND, Step.ACCEPTED, Step.IDLE, Step.CLOSE],
 )
-def test_does_an_unexpected_error_of_the_transport_end_anything(
-    opened: Opening, step: Step
-) -> None:
+def test_an_unexpected_error_of_the_transport_ends_nothing(opened: Opening, step: Step) -> None:
     """Whatever it raises, the connection is tried again and nothing is lost."""
     node = ModelNode()
     transport = FlakyTransport(node, crash=node.crash)
@@ -509,7 +518,7 @@ def test_does_an_unexpected_error_of_the_transport_end_anything(
     publisher.check(node.values())
 
 
-def test_is_a_sender_freed_when_the_listener_loses_the_node(opened: Opening) -> None:
+def test_a_sender_is_freed_when_the_listener_loses_the_node(opened: Opening) -> None:
     """A send that would block for ever ends when it is known that nobody is there."""
     node = ModelNode(size=1)
     transport = FlakyTransport(node)
@@ -528,17 +537,17 @@ def test_is_a_sender_freed_when_the_listener_loses_the_node(opened: Opening) -> 
 # Reconnecting
 
 
-def test_does_the_backoff_grow_to_its_cap() -> None:
+def test_the_backoff_grows_to_its_cap() -> None:
     """Twice as long each time, from half to all of it by chance."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proxy, "FIRST_RETRY", 0.05)
         patch.setattr(proxy, "LAST_RETRY", 5.0)
-        assert [retry_after(n, 1.0) for n in (1, 2, 3)] == [0.05, 0.1, 0.2]
-        assert [retry_after(n, 0.0) for n in (1, 2, 3)] == [0.025, 0.05, 0.1]
-        assert retry_after(8, 1.0) == retry_after(10_000, 1.0) == 5.0
+        assert [retry_delay(n, 1.0) for n in (1, 2, 3)] == [0.05, 0.1, 0.2]
+        assert [retry_delay(n, 0.0) for n in (1, 2, 3)] == [0.025, 0.05, 0.1]
+        assert retry_delay(8, 1.0) == retry_delay(10_000, 1.0) == 5.0
 
 
-class _Patient(ProxyQueue):
+class _Patient(RemoteStorage):
     """Notes how long it would have paused, and does not."""
 
     pauses: list[float]
@@ -547,7 +556,7 @@ class _Patient(ProxyQueue):
         self.pauses.append(seconds)
 
 
-def test_does_it_back_off_until_the_node_comes_further() -> None:
+def test_a_proxy_backs_off_until_the_node_makes_progress() -> None:
     """Connections that lead nowhere count as failures; one that helps begins anew."""
     node = ModelNode(eager="persisted")
     transport = FlakyTransport(node)
@@ -556,16 +565,16 @@ def test_does_it_back_off_until_the_node_comes_further() -> None:
     pauses: list[float] = []
     _Patient.pauses = pauses
     settings = QueueSettings.of(kind="proxy")
-    with _Patient(settings, transport, jitter=lambda: 1.0) as queue:
+    with BufferedQueue(settings, _Patient(settings, transport, jitter=lambda: 1.0)) as queue:
         queue.producer(ack="persisted").publish(b"x")
-        assert pauses == [retry_after(failures, 1.0) for failures in (1, 2, 3, 4, 5)]
+        assert pauses == [retry_delay(failures, 1.0) for failures in (1, 2, 3, 4, 5)]
         transport.die(Step.AFTER_SEND)
         queue.producer(ack="persisted").publish(b"y")
-        assert pauses[5:] in ([], [retry_after(1, 1.0)])
+        assert pauses[5:] in ([], [retry_delay(1, 1.0)])
     assert node.values() == [b"x", b"y"]
 
 
-def test_is_a_connection_made_at_once_after_one_that_helped(opened: Opening) -> None:
+def test_a_proxy_reconnects_at_once_after_progress(opened: Opening) -> None:
     """Only failures cost time: a node that crashes now and then is not waited for."""
     node = ModelNode(eager="persisted")
     transport = FlakyTransport(node)
@@ -586,9 +595,9 @@ def test_is_a_connection_made_at_once_after_one_that_helped(opened: Opening) -> 
 # Reading
 
 
-def test_can_the_nodes_queue_be_read_through_the_proxy(opened: Opening) -> None:
+def test_the_queue_of_the_node_can_be_read_through_the_proxy(opened: Opening) -> None:
     """``get`` takes from the far queue, and ends with this one."""
-    with MemoryQueue(QueueSettings.of()) as far:
+    with open_buffered_queue(QueueSettings.of()) as far:
         queue = opened(LoopbackTransport(far))
         with pytest.raises(QueueEmpty):
             queue.get(timeout=0)
@@ -600,14 +609,14 @@ def test_can_the_nodes_queue_be_read_through_the_proxy(opened: Opening) -> None:
             queue.get()
 
 
-def test_do_the_stand_ins_keep_the_protocol() -> None:
+def test_the_test_transports_match_the_protocol() -> None:
     """They can be given to anything that takes a transport."""
     transports: list[Transport] = [ModelNode(), FlakyTransport(ModelNode())]
     connections: list[Connection] = [transport.connect("client") for transport in transports]
     assert [connection.resume_at for connection in connections] == [0, 0]
 
 
-def test_is_a_node_whose_queue_is_closed_complained_of_once(
+def test_a_closed_queue_of_the_node_is_logged_once(
     opened: Opening, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is tried again for ever, and somebody has to know why nothing gets through."""

@@ -64,7 +64,7 @@ class _RefusingConnection:
 
 
 @pytest.mark.parametrize("step", ["connect", "send", "progress"])
-def test_publishers_are_told_and_nothing_is_acked(step: str) -> None:
+def test_publishers_get_the_refusal_and_nothing_is_acked(step: str) -> None:
     transport = _Refusing(step)
     queue = open_proxy(transport)  # type: ignore[arg-type]
     acks = Acks()
@@ -82,7 +82,7 @@ def test_publishers_are_told_and_nothing_is_acked(step: str) -> None:
         queue.producer().publish(b"z")
 
 
-def test_publishers_that_wait_for_room_are_told_too() -> None:
+def test_publishers_that_wait_for_room_get_the_refusal() -> None:
     transport = _Refusing("")
     transport.node.leave()
     queue = open_proxy(transport, batch_size=1, batches=1)  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def test_publishers_that_wait_for_room_are_told_too() -> None:
     queue.close()
 
 
-def test_an_error_of_getting_is_the_callers() -> None:
+def test_an_error_of_get_is_raised_in_the_caller() -> None:
     class _Forbidding(_Refusing):
         def get(self, max_events: int | None, timeout: float) -> object:
             raise NotAllowed("the token does not give the right to read")

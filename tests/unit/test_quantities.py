@@ -55,7 +55,7 @@ class Holder(BaseModel):
         ("36500d", MAX_DURATION),
     ],
 )
-def test_durations(written: object, seconds: float) -> None:
+def test_durations_are_parsed(written: object, seconds: float) -> None:
     assert parse_duration(written) == seconds
 
 
@@ -87,7 +87,7 @@ def test_durations(written: object, seconds: float) -> None:
         [30],
     ],
 )
-def test_what_is_no_duration(written: object) -> None:
+def test_invalid_durations_are_refused(written: object) -> None:
     with pytest.raises(ValueError, match=r"is not a duration; .* such as 30s"):
         parse_duration(written)
 
@@ -108,17 +108,17 @@ def test_what_is_no_duration(written: object) -> None:
         (864_000, "10d"),
     ],
 )
-def test_durations_written(seconds: float, written: str) -> None:
+def test_durations_are_formatted(seconds: float, written: str) -> None:
     assert format_duration(seconds) == written
 
 
 @given(st.floats(min_value=0, max_value=MAX_DURATION))
-def test_durations_come_back_exactly(seconds: float) -> None:
+def test_formatted_durations_are_parsed_exactly(seconds: float) -> None:
     assert parse_duration(format_duration(seconds)) == seconds
 
 
 @given(st.floats() | st.integers())
-def test_any_number_within_the_bounds_is_a_duration_and_no_other(number: float) -> None:
+def test_only_numbers_within_the_bounds_are_durations(number: float) -> None:
     if 0 <= number <= MAX_DURATION:
         assert parse_duration(number) == number
     else:
@@ -151,7 +151,7 @@ def test_any_number_within_the_bounds_is_a_duration_and_no_other(number: float) 
         (MAX_SIZE, MAX_SIZE),
     ],
 )
-def test_sizes(written: object, size: int) -> None:
+def test_sizes_are_parsed(written: object, size: int) -> None:
     assert parse_size(written) == size
 
 
@@ -160,7 +160,7 @@ def test_sizes(written: object, size: int) -> None:
     ["", "Mi", "-1", -1, "1.5", 1.5, "0.3Ki", "10m", "10mb", "1Zi", "1e6", "lots", "8388608Ti",
      MAX_SIZE + 1, float("inf"), float("nan"), True, None, b"1Gi"],
 )  # fmt: skip
-def test_what_is_no_size(written: object) -> None:
+def test_invalid_sizes_are_refused(written: object) -> None:
     with pytest.raises(ValueError, match=r"is not a size; .* such as 512Mi"):
         parse_size(written)
 
@@ -170,7 +170,7 @@ def test_what_is_no_size(written: object) -> None:
     [(0, "0"), (1, "1"), (1000, "1k"), (1024, "1Ki"), (1025, "1025"), (50_000, "50k"),
      (256 * 2**20, "256Mi"), (10 * 2**30, "10Gi"), (10**10, "10G")],
 )  # fmt: skip
-def test_sizes_written(size: int, written: str) -> None:
+def test_sizes_are_formatted(size: int, written: str) -> None:
     assert format_size(size) == written
 
 
@@ -178,7 +178,7 @@ def test_sizes_written(size: int, written: str) -> None:
     st.integers(0, MAX_SIZE)
     | st.builds(lambda n, unit: n * unit, st.integers(0, 4096), st.sampled_from([10**6, 2**30]))
 )
-def test_sizes_come_back_exactly(size: int) -> None:
+def test_formatted_sizes_are_parsed_exactly(size: int) -> None:
     assert parse_size(format_size(size)) == size
 
 
@@ -186,19 +186,19 @@ def test_sizes_come_back_exactly(size: int) -> None:
     ("written", "value"),
     [("80%", 80), ("0.5%", 0.5), ("100%", 100), (" 12.5 % ", 12.5), ("25", 25), (25, 25)],
 )
-def test_percentages(written: object, value: float) -> None:
+def test_percentages_are_parsed(written: object, value: float) -> None:
     assert Percentage.parse(written) == Percentage(value)
 
 
 @pytest.mark.parametrize(
     "written", ["", "%", "0%", "101%", "-3%", "half", "8 0%", 0, 101, True, None, float("nan")]
 )
-def test_what_is_no_percentage(written: object) -> None:
+def test_invalid_percentages_are_refused(written: object) -> None:
     with pytest.raises(ValueError, match=r"is not a percentage; .* such as 80%"):
         Percentage.parse(written)
 
 
-def test_a_percentage_out_of_range_cannot_be_made() -> None:
+def test_percentage_out_of_range_cannot_be_created() -> None:
     with pytest.raises(ValueError, match="such as 80%"):
         Percentage(0)
 
@@ -207,14 +207,14 @@ def test_a_percentage_out_of_range_cannot_be_made() -> None:
     ("percentage", "total", "part"),
     [(70, 50_000, 35_000), (97, 100, 97), (32.3, 1000, 323), (90, 1, 0), (100, 7, 7), (50, 7, 3)],
 )
-def test_a_percentage_of_something_is_exact_and_rounded_down(
+def test_percentage_of_a_total_is_exact_and_rounded_down(
     percentage: float, total: int, part: int
 ) -> None:
     assert Percentage(percentage).of(total) == part
 
 
 @given(st.floats(min_value=0, max_value=100, exclude_min=True))
-def test_percentages_come_back_exactly(value: float) -> None:
+def test_formatted_percentages_are_parsed_exactly(value: float) -> None:
     assert Percentage.parse(str(Percentage(value))) == Percentage(value)
 
 
@@ -228,7 +228,7 @@ def test_percentages_come_back_exactly(value: float) -> None:
         (" 09:00 - 17:00 ", time(9), time(17)),
     ],
 )
-def test_windows(written: str, start: time, end: time) -> None:
+def test_windows_are_parsed(written: str, start: time, end: time) -> None:
     assert TimeWindow.parse(written) == TimeWindow(start, end)
 
 
@@ -237,12 +237,12 @@ def test_windows(written: str, start: time, end: time) -> None:
     ["", "22:00", "22-06", "25:00-06:00", "22:60-06:00", "24:00-06:00", "08:00-24:01",
      "08:00-08:00", "00:00-24:00", "night", 22, None],
 )  # fmt: skip
-def test_what_is_no_window(written: object) -> None:
+def test_invalid_windows_are_refused(written: object) -> None:
     with pytest.raises(ValueError, match=r"is not a time window; .* such as 22:00-06:00"):
         TimeWindow.parse(written)
 
 
-def test_an_empty_window_cannot_be_made() -> None:
+def test_empty_window_cannot_be_created() -> None:
     with pytest.raises(ValueError, match="08:00-08:00 is empty"):
         TimeWindow(time(8), time(8))
 
@@ -262,7 +262,9 @@ def test_an_empty_window_cannot_be_made() -> None:
         ("18:00-24:00", time(0), False, 18 * 3600),
     ],
 )
-def test_when_a_window_is_open(window: str, moment: time, inside: bool, wait: float) -> None:
+def test_window_contains_times_from_start_to_end(
+    window: str, moment: time, inside: bool, wait: float
+) -> None:
     parsed = TimeWindow.parse(window)
     assert parsed.contains(moment) is inside
     assert parsed.seconds_until_open(moment) == wait
@@ -277,18 +279,18 @@ windows = (
 
 
 @given(windows)
-def test_windows_come_back(window: TimeWindow) -> None:
+def test_formatted_windows_are_parsed_exactly(window: TimeWindow) -> None:
     assert TimeWindow.parse(str(window)) == window
 
 
 @given(windows, st.times())
-def test_a_moment_is_in_a_window_or_in_the_opposite_one(window: TimeWindow, moment: time) -> None:
+def test_time_is_in_a_window_or_in_the_opposite_one(window: TimeWindow, moment: time) -> None:
     opposite = TimeWindow(window.end, window.start)
     assert window.contains(moment) is not opposite.contains(moment)
 
 
 @given(windows, moments)
-def test_after_the_wait_the_window_has_just_opened(window: TimeWindow, moment: time) -> None:
+def test_window_opens_after_the_computed_wait(window: TimeWindow, moment: time) -> None:
     wait = window.seconds_until_open(moment)
     since_midnight = timedelta(hours=moment.hour, minutes=moment.minute, seconds=moment.second)
     later = (since_midnight + timedelta(seconds=wait)).total_seconds() % 86_400
@@ -297,7 +299,7 @@ def test_after_the_wait_the_window_has_just_opened(window: TimeWindow, moment: t
     assert wait == 0 or opening == window.start
 
 
-def test_in_a_model() -> None:
+def test_quantities_in_a_model_are_converted() -> None:
     holder = Holder(wait="30s", room="1Ki", share="5%", hours="22:00-06:00")  # type: ignore[arg-type]
     assert (holder.wait, holder.room) == (30.0, 1024)
     assert holder.model_dump(mode="json") == {
@@ -310,7 +312,7 @@ def test_in_a_model() -> None:
 
 
 @pytest.mark.parametrize("knob", ["wait", "room", "share", "hours"])
-def test_a_model_refuses_with_an_example(knob: str) -> None:
+def test_model_refuses_a_wrong_value_with_an_example(knob: str) -> None:
     with pytest.raises(ValidationError, match="such as"):
         Holder.model_validate({knob: "nonsense"})
 
@@ -324,7 +326,7 @@ def test_a_model_refuses_with_an_example(knob: str) -> None:
         (TimeWindow, ["22:00-06:00"], ["", "22:00"]),
     ],
 )
-def test_the_json_schema_knows_what_can_be_written(
+def test_json_schema_accepts_all_written_forms(
     annotation: Any, valid: list[str], invalid: list[str]
 ) -> None:
     schema = TypeAdapter(annotation).json_schema()

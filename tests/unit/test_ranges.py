@@ -51,7 +51,7 @@ both = st.lists(change, max_size=30).map(build)
 
 
 @given(both)
-def test_it_holds_the_same_numbers(pair: tuple[RangeSet, set[int]]) -> None:
+def test_range_set_equals_a_set_of_numbers(pair: tuple[RangeSet, set[int]]) -> None:
     ranges, plain = pair
     assert_tidy(list(ranges))
     assert numbers(list(ranges)) == plain
@@ -63,7 +63,7 @@ def test_it_holds_the_same_numbers(pair: tuple[RangeSet, set[int]]) -> None:
 
 
 @given(both, span)
-def test_it_answers_questions_about_a_span_alike(
+def test_queries_about_a_span_equal_a_set_of_numbers(
     pair: tuple[RangeSet, set[int]], at: tuple[int, int]
 ) -> None:
     ranges, plain = pair
@@ -79,7 +79,7 @@ def test_it_answers_questions_about_a_span_alike(
 
 
 @given(both, number)
-def test_it_answers_questions_about_a_number_alike(
+def test_queries_about_a_number_equal_a_set_of_numbers(
     pair: tuple[RangeSet, set[int]], at: int
 ) -> None:
     ranges, plain = pair
@@ -89,7 +89,7 @@ def test_it_answers_questions_about_a_number_alike(
 
 
 @given(both, change)
-def test_a_copy_is_equal_and_independent(
+def test_copy_is_equal_and_independent(
     pair: tuple[RangeSet, set[int]], step: tuple[str, tuple[int, int]]
 ) -> None:
     ranges, plain = pair
@@ -101,12 +101,12 @@ def test_a_copy_is_equal_and_independent(
 
 
 @given(st.lists(span, max_size=10))
-def test_equal_sets_are_equal_however_they_were_made(spans: list[tuple[int, int]]) -> None:
+def test_sets_with_equal_numbers_are_equal(spans: list[tuple[int, int]]) -> None:
     assert RangeSet(spans) == RangeSet(reversed(spans))
     assert numbers(list(RangeSet(spans))) == numbers(spans)
 
 
-def test_it_says_what_it_holds_and_equals_nothing_else() -> None:
+def test_text_shows_the_ranges_and_other_types_are_unequal() -> None:
     ranges = RangeSet([(1, 3), (5, 6)])
     assert repr(ranges) == "Ranges([(1, 3), (5, 6)])"
     assert ranges != [(1, 3), (5, 6)]

@@ -20,7 +20,7 @@ assert scratch("turnlane-").is_dir()
 
 
 @pytest.mark.parametrize("end", ["raise SystemExit(3)", "leave(3)"])
-def test_a_process_leaves_no_directories_behind(end: str, tmp_path: Path) -> None:
+def test_ended_process_leaves_no_scratch_directories(end: str, tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(end=end)],
         check=False,

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from turnlane.errors import ConfigError
+from turnlane.memory_limit import memory_limit
 from turnlane.queues.api import Durability, FullBehavior
-from turnlane.queues.knobs import ON_DISK, Compression, Kind, Marks
-from turnlane.queues.memory_limit import memory_limit
-from turnlane.queues.settings import QueueSettings
+from turnlane.queues.settings import ON_DISK, Compression, Kind, Marks, QueueSettings
 from turnlane.units import Percentage, TimeWindow
 from turnlane.validation import convert_validation_error
 

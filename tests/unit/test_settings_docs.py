@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from scripts.knob_table import PAGE, with_table
-from turnlane.queues.knobs import ON_DISK, Kind
-from turnlane.queues.settings import QueueSettings
+from turnlane.queues.settings import ON_DISK, Kind, QueueSettings
 
 COMPANIONS: dict[str, dict[str, Any]] = {
     "discard_mark": {"discard_severity": 5},

@@ -9,8 +9,8 @@ import pytest
 from turnlane.events import block_of
 from turnlane.queues import open_queue
 from turnlane.queues.api import Queue
-from turnlane.queues.buffer import Portion
 from turnlane.queues.disk import JOIN_BYTES
+from turnlane.queues.storage_api import BlockRange
 from turnlane.storage.store import FRAME_BYTES, group_into_frames
 from turnlane.testing import FaultyDisk
 
@@ -53,7 +53,7 @@ def test_only_small_frames_are_joined_to_a_batch(
         assert batches(queue, sum(frames)) == expected
 
 
-def test_a_large_frame_that_comes_alone_is_read_once(tmp_path: Path) -> None:
+def test_a_large_frame_is_read_once(tmp_path: Path) -> None:
     """It was looked at for the batch before, and is still there."""
     disk = FaultyDisk()
     with reopened(tmp_path / "queue", disk, [10, LARGE]) as queue:
@@ -64,11 +64,11 @@ def test_a_large_frame_that_comes_alone_is_read_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "frames"), [(1, 1), (29, 1), (31, 2), (45, 2), (110, 5)])
-def test_frames_are_of_much_the_same_size(blocks: int, frames: int) -> None:
+def test_frames_have_about_the_same_size(blocks: int, frames: int) -> None:
     """Not full ones and a small rest, which would be nearly twice as many to read."""
     block = block_of([b"x"])
     size = FRAME_BYTES // 20
-    portions = [Portion(at, at + 1, size, [block]) for at in range(blocks)]
+    portions = [BlockRange(at, at + 1, size, [block]) for at in range(blocks)]
     made = group_into_frames(portions)
     assert sum(map(len, made)) == blocks
     assert len(made) == frames

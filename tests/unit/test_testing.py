@@ -16,20 +16,20 @@ import pytest
 from turnlane.testing import FaultyDisk, ManualClock
 
 
-def test_a_manual_clock_moves_only_when_told() -> None:
+def test_manual_clock_moves_only_on_command() -> None:
     clock = ManualClock(time_ns=5_000_000_000, monotonic=10.0)
     assert (clock.time_ns(), clock.monotonic()) == (5_000_000_000, 10.0)
     clock.advance(1.5)
     assert (clock.time_ns(), clock.monotonic()) == (6_500_000_000, 11.5)
 
 
-def test_a_jump_moves_the_wall_clock_alone() -> None:
+def test_jump_moves_only_the_wall_clock() -> None:
     clock = ManualClock(time_ns=5_000_000_000, monotonic=10.0)
     clock.jump(-2)
     assert (clock.time_ns(), clock.monotonic()) == (3_000_000_000, 10.0)
 
 
-def test_time_does_not_go_back() -> None:
+def test_negative_advance_is_refused() -> None:
     with pytest.raises(ValueError, match="jump"):
         ManualClock().advance(-1)
 
@@ -48,7 +48,7 @@ def fails(disk: FaultyDisk, fd: int, at: int = 0, data: bytes = b"x") -> int | N
     return None
 
 
-def test_a_fault_hits_the_nth_call_as_often_as_planned(disk: FaultyDisk, tmp_path: Path) -> None:
+def test_fault_hits_the_nth_call_as_often_as_planned(disk: FaultyDisk, tmp_path: Path) -> None:
     fd = disk.open(tmp_path / "file", create=True)
     disk.fail("write", nth=2, times=2, error=errno.EROFS)
     outcomes = [fails(disk, fd) for _ in range(4)]
@@ -56,7 +56,7 @@ def test_a_fault_hits_the_nth_call_as_often_as_planned(disk: FaultyDisk, tmp_pat
     assert disk.operations["write"] == 4
 
 
-def test_a_fault_without_end_lasts_until_cleared(disk: FaultyDisk, tmp_path: Path) -> None:
+def test_fault_without_end_lasts_until_cleared(disk: FaultyDisk, tmp_path: Path) -> None:
     fd = disk.open(tmp_path / "file", create=True)
     disk.fail("write", times=None)
     assert [fails(disk, fd) for _ in range(3)] == [errno.EIO] * 3
@@ -64,7 +64,7 @@ def test_a_fault_without_end_lasts_until_cleared(disk: FaultyDisk, tmp_path: Pat
     assert fails(disk, fd) is None
 
 
-def test_a_fault_may_be_for_some_files_only(disk: FaultyDisk, tmp_path: Path) -> None:
+def test_fault_with_match_hits_only_matching_files(disk: FaultyDisk, tmp_path: Path) -> None:
     good = disk.open(tmp_path / "good", create=True)
     bad = disk.open(tmp_path / "bad", create=True)
     disk.fail("sync", match="bad")
@@ -97,12 +97,12 @@ def test_every_operation_can_fail(disk: FaultyDisk, tmp_path: Path) -> None:
             call()
 
 
-def test_an_operation_that_does_not_exist_is_refused(disk: FaultyDisk) -> None:
+def test_unknown_operation_is_refused(disk: FaultyDisk) -> None:
     with pytest.raises(ValueError, match="no operation 'fsync'; there are allocate"):
         disk.fail("fsync")
 
 
-def test_a_torn_write_keeps_its_beginning(disk: FaultyDisk, tmp_path: Path) -> None:
+def test_torn_write_keeps_its_beginning(disk: FaultyDisk, tmp_path: Path) -> None:
     fd = disk.open(tmp_path / "file", create=True)
     disk.tear(nth=2, keep_bytes=3)
     disk.write(fd, [b"....."], 0)
@@ -111,7 +111,7 @@ def test_a_torn_write_keeps_its_beginning(disk: FaultyDisk, tmp_path: Path) -> N
     assert (tmp_path / "file").read_bytes() == b"abc.."
 
 
-def test_a_full_disk_takes_what_fits(disk: FaultyDisk, tmp_path: Path) -> None:
+def test_full_disk_writes_the_part_that_fits(disk: FaultyDisk, tmp_path: Path) -> None:
     fd = disk.open(tmp_path / "file", create=True)
     disk.fill(after_bytes=5)
     assert disk.free_bytes(tmp_path) == 5
@@ -120,7 +120,7 @@ def test_a_full_disk_takes_what_fits(disk: FaultyDisk, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"abcde"
 
 
-def test_a_full_disk_takes_what_was_allocated(disk: FaultyDisk, tmp_path: Path) -> None:
+def test_full_disk_accepts_allocated_bytes(disk: FaultyDisk, tmp_path: Path) -> None:
     fd = disk.open(tmp_path / "file", create=True)
     disk.allocate(fd, 100)
     disk.fill()
@@ -131,7 +131,7 @@ def test_a_full_disk_takes_what_was_allocated(disk: FaultyDisk, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("way", ["unlink", "truncate", "rename", "drain", "unfill"])
-def test_space_comes_back(disk: FaultyDisk, tmp_path: Path, way: str) -> None:
+def test_deleted_files_free_space(disk: FaultyDisk, tmp_path: Path, way: str) -> None:
     fd = disk.open(tmp_path / "file", create=True)
     other = disk.open(tmp_path / "other", create=True)
     disk.write(other, [bytes(10)], 0)
@@ -148,7 +148,7 @@ def test_space_comes_back(disk: FaultyDisk, tmp_path: Path, way: str) -> None:
     assert fails(disk, fd, 10) == (None if way == "unfill" else errno.ENOSPC)
 
 
-def test_a_delayed_call_does_not_delay_others(disk: FaultyDisk, tmp_path: Path) -> None:
+def test_delayed_call_does_not_delay_others(disk: FaultyDisk, tmp_path: Path) -> None:
     slow = disk.open(tmp_path / "slow", create=True)
     fast = disk.open(tmp_path / "fast", create=True)
     disk.delay("sync", seconds=0.5, match="slow")
@@ -166,7 +166,7 @@ def test_a_delayed_call_does_not_delay_others(disk: FaultyDisk, tmp_path: Path) 
         ("disk.tear(nth=2, keep_bytes=2, kill=True)", b"ab.."),
     ],
 )
-def test_a_kill_is_a_kill(tmp_path: Path, plan: str, left: bytes) -> None:
+def test_planned_kill_kills_the_process(tmp_path: Path, plan: str, left: bytes) -> None:
     program = (
         "import sys\n"
         "from pathlib import Path\n"

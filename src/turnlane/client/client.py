@@ -20,9 +20,9 @@ from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import ConfigError, NotSupported
 from turnlane.events import Block
 from turnlane.queues.api import Queue
-from turnlane.queues.knobs import Kind
-from turnlane.queues.proxy import ProxyQueue
-from turnlane.queues.settings import QueueSettings
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.proxy import RemoteStorage
+from turnlane.queues.settings import Kind, QueueSettings
 from turnlane.runtime import Closeable
 from turnlane.units import parse_duration
 
@@ -101,11 +101,15 @@ class Client(Closeable):
         """
         settings = QueueSettings.of(kind=Kind.PROXY, name=name, **knobs)
         queues = [
-            ProxyQueue(settings, self._transport(node, name), clock=clock, producer_id=producer_id)
+            BufferedQueue(
+                settings,
+                RemoteStorage(settings, self._transport(node, name), producer_id=producer_id),
+                clock=clock,
+            )
             for node in self.nodes
         ]
         queue: Queue = queues[0] if len(queues) == 1 else SpreadQueue(queues)
-        self._queues = [each for each in self._queues if not _is_closed(each)] + [queue]
+        self._queues = [each for each in self._queues if not each.closed] + [queue]
         return queue
 
     def table(self, name: str) -> RemoteTable:
@@ -203,7 +207,3 @@ class Client(Closeable):
     def abort(self, stages: Sequence[str]) -> None:
         """See :meth:`RemoteNode.abort`."""
         self.node.abort(stages)
-
-
-def _is_closed(queue: Queue) -> bool:
-    return isinstance(queue, ProxyQueue | SpreadQueue) and queue.closed

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from turnlane.client.fork_relay import ForkRelay
 from turnlane.errors import ConfigError, QueueClosed, QueueFull
-from turnlane.queues.api import Ack, AckLevel, Producer, Queue, chosen
+from turnlane.queues.api import Ack, AckLevel, Producer, Queue, parse_choice
 from turnlane.runtime import Closeable
 
 _OWN: Final = ("turnlane", "pyarrow")
@@ -79,7 +79,7 @@ class TurnlaneHandler(logging.Handler):
             raise ConfigError("name", "is for a URL; a queue that is open has its own")
         self.dropped = 0
         self._block_for = block_for
-        self._on_full = chosen(OnFull, "on_full", on_full)
+        self._on_full = parse_choice(OnFull, "on_full", on_full)
         self._exit_timeout = exit_timeout
         self._headers = headers
         self._source = socket.gethostname() if source is None else source

@@ -35,7 +35,7 @@ from turnlane.queues.api import (
     Queue,
     Stats,
 )
-from turnlane.queues.proxy import ProxyQueue
+from turnlane.queues.buffered import BufferedQueue
 
 LOOK_SECONDS = 0.2
 """How long a node may wait for a batch, and the pause before a failed node is asked again."""
@@ -184,7 +184,7 @@ def _give_back(batch: Batch) -> None:
 class SpreadQueue(Queue):
     """The queues of several nodes with the same name as one. Offsets belong to their node."""
 
-    def __init__(self, queues: Sequence[ProxyQueue]) -> None:
+    def __init__(self, queues: Sequence[BufferedQueue]) -> None:
         self._queues = queues
         self._fetching = BatchFetcher(queues)
 

@@ -17,7 +17,7 @@ from turnlane.config.settings import FLIGHT, HTTP, Config
 from turnlane.delivery.settings import Ordering
 from turnlane.errors import ConfigError
 from turnlane.pipeline.settings import DEAD_LETTERS, DISCARD, EVENTS_VIEW, FAILOVER, MAIN, SPARK
-from turnlane.queues.knobs import ON_DISK, Kind
+from turnlane.queues.settings import ON_DISK, Kind
 from turnlane.serving.address import LOOPBACK, Address
 from turnlane.serving.auth import Right
 from turnlane.validation import suggest

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from turnlane.config.cross_checks import KINDS
 from turnlane.config.settings import INPUTS, OUTPUTS, Config, Plugged
-from turnlane.queues.knobs import Kind
+from turnlane.queues.settings import Kind
 
 Schema = dict[str, Any]
 

@@ -50,8 +50,7 @@ from turnlane.pipeline.settings import (
     PipelineSettings,
     SparkSettings,
 )
-from turnlane.queues.knobs import ON_DISK, Kind
-from turnlane.queues.settings import QueueSettings
+from turnlane.queues.settings import ON_DISK, Kind, QueueSettings
 from turnlane.serving.address import Address, check_exposure
 from turnlane.serving.auth import TlsSettings, TokenSettings
 from turnlane.serving.http_server import WebSettings

@@ -107,7 +107,7 @@ class CircuitBreaker:
         return replace(self, threshold=threshold, reset_time=reset_time)
 
     def record_success(self, token: str | None = None) -> Self:
-        """The destination answered a send. While the breaker is open only the probe counts."""
+        """Record an answer of the destination. While the breaker is open only the probe counts."""
         if self.open_since is not None and not self._is_probe(token):
             return self
         not_before = self.not_before if self.is_requested else 0.0
@@ -116,7 +116,7 @@ class CircuitBreaker:
         )
 
     def record_partial(self, now: float, wait: float, token: str | None = None) -> Self:
-        """The destination took only some events of a send: send nothing for ``wait`` seconds.
+        """Record that the destination took only some events: send nothing for ``wait`` seconds.
 
         The destination is available, so this never opens the breaker and closes an open one.
         """
@@ -132,7 +132,10 @@ class CircuitBreaker:
     def record_failure(
         self, now: float, wait: float, *, is_requested: bool = False, token: str | None = None
     ) -> Self:
-        """A send failed: send nothing for ``wait`` seconds, which the destination may request."""
+        """Record a failed send: send nothing for ``wait`` seconds.
+
+        ``is_requested`` says that the destination asked for this wait.
+        """
         if self.open_since is not None:
             if not self._is_probe(token):
                 return self

@@ -504,7 +504,7 @@ class RateQuota:
         self._refused_wait = 0.0
 
     def get_wait(self, count: int, until: float) -> float:
-        """Return the seconds until ``count`` events may be sent; claim what is missing.
+        """Return the seconds until ``count`` events may be sent; claim the missing tokens.
 
         Claims no tokens that would come only after ``until``.
         """

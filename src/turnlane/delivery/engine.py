@@ -1,4 +1,4 @@
-"""The delivery engine: delivers blocks to one output, whatever state its destination is in.
+"""The delivery engine: delivers blocks to one output, also while its destination fails.
 
 The rows of a task pass five layers until bytes are written:
 
@@ -72,7 +72,7 @@ few would have the destination to themselves afterwards. The planner of tasks al
 MAX_PREPARES: Final = 2
 """Batches that are prepared at a time."""
 PREPARED_AHEAD: Final = 2
-"""Batches that are prepared in addition to those that can be sent at a time."""
+"""Batches that are prepared in addition to the number that can be sent at a time."""
 SHARE_POLL: Final = 0.25
 """Seconds after which a run without a share of the sends looks whether it has one."""
 MAX_OPEN_BLOCKS: Final = 64

@@ -208,7 +208,7 @@ def _settle_rows(
     failures: Mapping[int, BaseException],
     retried: Mapping[int, BaseException],
 ) -> None:
-    """Settle the rows that were delivered, and as dead the failed ones that are not tried again."""
+    """Settle the delivered rows, and as dead the failed rows that are not tried again."""
     numbers = np.asarray(batch.numbers[:count], dtype=np.int64)
     is_delivered = np.ones(count, dtype=bool)
     is_delivered[list(failures)] = False

@@ -1,8 +1,8 @@
 """Results: what happened to each row of a block, and dead letters as a queue stores them.
 
 Every row of a block ends in exactly one state: delivered, dead (it can never be delivered) or
-deferred (it is to be delivered by a later task). ``BlockProgress`` collects the states while the
-rows are on their way; ``BlockResult`` is the final account.
+deferred (a later task delivers it). ``BlockProgress`` collects the states while the rows are on
+their way; ``BlockResult`` is the final account.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BlockResult:
     delivered: int
     """The number of rows that the destination has."""
     deferred: npt.NDArray[np.int64]
-    """The numbers of the rows that a later task is to deliver, ascending."""
+    """The numbers of the rows that a later task delivers, ascending."""
     dead: list[DeadLetter] = field(default_factory=list)
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from turnlane.plugins import PluginRegistry
 from turnlane.queues.api import AckLevel, FlowControl
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.runtime import Closeable
 
 
@@ -26,7 +26,7 @@ class Host(Protocol):
 
     data: Path
 
-    def queue(self, name: str) -> HoldingQueue:
+    def queue(self, name: str) -> BufferedQueue:
         """The queue of this name. Raises ``NoSuchQueue``."""
 
 

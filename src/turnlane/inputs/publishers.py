@@ -30,7 +30,7 @@ from turnlane.errors import (
 from turnlane.events import Block, Event, add_timestamps, get_event_sizes
 from turnlane.inputs.api import Host, Input, InputSettings
 from turnlane.queues.api import Ack, AckLevel, FlowControl, Producer, Published
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.serving.address import Address, check_exposure
 from turnlane.serving.auth import TlsSettings, TokenSettings
 from turnlane.units import Duration
@@ -96,7 +96,7 @@ class AnsweringPublisher:
     def __init__(self, host: Host, settings: AnsweringSettings) -> None:
         self._host = host
         self._settings = settings
-        self._producers: dict[str, tuple[HoldingQueue, Producer]] = {}
+        self._producers: dict[str, tuple[BufferedQueue, Producer]] = {}
 
     def check(self, knob: str, name: str) -> None:
         """Raise ``ConfigError`` if the host has no queue of this name."""
@@ -162,7 +162,7 @@ class AnsweringPublisher:
         """Why events are too large for a queue, in words."""
         return _reason(self._queue(name), None)
 
-    def _end_of(self, name: str) -> tuple[HoldingQueue, Producer]:
+    def _end_of(self, name: str) -> tuple[BufferedQueue, Producer]:
         queue = self._queue(name)
         known = self._producers.get(name)
         if known is not None and known[0] is queue:  # not dropped and created again
@@ -171,7 +171,7 @@ class AnsweringPublisher:
         self._producers[name] = ends
         return ends
 
-    def _queue(self, name: str) -> HoldingQueue:
+    def _queue(self, name: str) -> BufferedQueue:
         try:
             return self._host.queue(name)
         except NoSuchQueue as error:
@@ -180,7 +180,7 @@ class AnsweringPublisher:
             raise RetryLater(str(error)) from None
 
     def _publish(
-        self, queue: HoldingQueue, producer: Producer, block: Block, deadline: float
+        self, queue: BufferedQueue, producer: Producer, block: Block, deadline: float
     ) -> None:
         with _held_is_failed(queue):
             producer.publish_block(add_timestamps(block, queue.time_ns), timeout=_left(deadline))
@@ -194,27 +194,27 @@ def _left(deadline: float) -> float:
 
 
 @contextlib.contextmanager
-def _held_is_failed(queue: HoldingQueue) -> Iterator[None]:
+def _held_is_failed(queue: BufferedQueue) -> Iterator[None]:
     """Distinguish a queue whose disk fails from a queue that is full."""
     try:
         yield
     except QueueFull as error:
-        if queue.gate.held:
+        if queue.holds_publishers:
             raise StorageFailed(f"queue {queue.name!r} cannot write to its disk") from error
         raise
 
 
-def _too_large(queue: HoldingQueue, block: Block) -> Mask:
+def _too_large(queue: BufferedQueue, block: Block) -> Mask:
     """By event: larger than the queue ever takes."""
-    most = min(queue.settings.max_event_bytes, queue.gate.max_bytes)
+    most = queue.max_event_bytes
     if block.nbytes <= most:
         return np.zeros(block.num_rows, dtype=np.bool_)
     mask: Mask = get_event_sizes(block) > most
     return mask
 
 
-def _reason(queue: HoldingQueue, refused: int | None) -> str:
-    most = min(queue.settings.max_event_bytes, queue.gate.max_bytes)
+def _reason(queue: BufferedQueue, refused: int | None) -> str:
+    most = queue.max_event_bytes
     events = "events" if refused is None else f"{refused} events of the request"
     return f"{events} larger than queue {queue.name!r} takes ({most} bytes)"
 

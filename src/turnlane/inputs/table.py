@@ -144,9 +144,7 @@ class TableInput(Input):
                 self._stopping.wait(LOOK)
 
     def _room(self) -> int:
-        gate = self._queue.gate
-        with self._queue.lock:
-            return max(0, gate.size - gate.depth) if gate.has_room(1, 0) else 0
+        return self._queue.room
 
     def _pass_on(self, receiver: Receiver) -> None:
         """Publish and ack until the queue is full, or the input has to stop."""

@@ -38,9 +38,8 @@ from turnlane.node.event_refs import (
     read_referenced_events,
 )
 from turnlane.node.staging import Stage, Staging
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.disk import StoredQueue
-from turnlane.queues.producer import HoldingProducer, hashed
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.producer import BufferedProducer
 from turnlane.retry import Backoff
 from turnlane.storage.producer_sequences import GapPolicy
 
@@ -68,12 +67,12 @@ RETRY_BACKOFF: Final = Backoff(0.05, 1.0)
 PERMANENT_ERRORS: Final = (Never, ValueError, KeyError, TypeError)
 """Errors of a queue, or of an unreadable stage, that every attempt would raise again."""
 
-Queues = Mapping[str, HoldingQueue]
+Queues = Mapping[str, BufferedQueue]
 
 
-def get_next_sequence(queue: HoldingQueue) -> int:
+def get_next_sequence(queue: BufferedQueue) -> int:
     """Return the sequence number of the next event that a commit publishes to a queue."""
-    return queue.next_sequence(hashed(COMMIT_PRODUCER))
+    return queue.known_sequence(COMMIT_PRODUCER) or 0
 
 
 # ── the events of parts ──────────────────────────────────────────────────────────────────────────
@@ -120,7 +119,7 @@ def read_parts(
             index += block.num_rows
 
 
-def _read_source(source: HoldingQueue, wanted: Sequence[OffsetArray]) -> Iterator[CopiedBlock]:
+def _read_source(source: BufferedQueue, wanted: Sequence[OffsetArray]) -> Iterator[CopiedBlock]:
     try:
         yield from read_referenced_events(source, wanted)
     except QueueClosed:
@@ -192,12 +191,12 @@ class StagePublisher:
         self,
         group: Sequence[CommitPart],
         queues: Queues,
-        is_dropped: Callable[[HoldingQueue], bool],
+        is_dropped: Callable[[BufferedQueue], bool],
     ) -> None:
         self._group = group
         self._queues = queues
         self._is_dropped = is_dropped
-        self._producers: dict[CommitPart, HoldingProducer] = {}
+        self._producers: dict[CommitPart, BufferedProducer] = {}
         self._ended: set[CommitPart] = set()
         """Parts that are not published further: refused, or dropped with their queue."""
         self.refused: set[CommitPart] = set()
@@ -232,7 +231,7 @@ class StagePublisher:
             self.refused.add(part)
             self._ended.add(part)
 
-    def _get_producer(self, part: CommitPart) -> HoldingProducer:
+    def _get_producer(self, part: CommitPart) -> BufferedProducer:
         if part not in self._producers:
             queue = self._queues[part.queue]
             # With a callback, publishing does not wait for each block; the flush waits for all.
@@ -254,7 +253,7 @@ class StagePublisher:
             with self._end_if_dropped(part):
                 queue = self._queues[part.queue]
                 while not producer.flush(None if deadline is None else POLL_SECONDS):
-                    queue.gate.check_open(queue.name)
+                    queue.check_open()
                     if _is_failing(queue) or deadline is None or time.monotonic() > deadline:
                         raise RetryLater(f"queue {queue.name!r} has not persisted a commit yet")
 
@@ -264,7 +263,7 @@ class StagePublisher:
             with self._end_if_dropped(part):
                 queue = self._queues[part.queue]
                 while not (producer.flush(POLL_SECONDS) or _is_failing(queue)):
-                    queue.gate.check_open(queue.name)
+                    queue.check_open()
 
     @contextlib.contextmanager
     def _end_if_dropped(self, part: CommitPart) -> Iterator[None]:
@@ -280,8 +279,8 @@ class StagePublisher:
             self._ended.add(part)
 
 
-def _is_failing(queue: HoldingQueue) -> bool:
-    return isinstance(queue, StoredQueue) and queue.troubled
+def _is_failing(queue: BufferedQueue) -> bool:
+    return bool(queue.storage_failure)
 
 
 # ── the whole commit ─────────────────────────────────────────────────────────────────────────────
@@ -294,7 +293,7 @@ class CommitContext:
     log: CommitLog
     staging: Staging
     writers: WriterEpochs
-    find_queue: Callable[[str], HoldingQueue]
+    find_queue: Callable[[str], BufferedQueue]
     """Raises ``NoSuchQueue``."""
     keep_in_memory: Callable[[str, Iterable[Block], int], None]
     """Keep blocks for a queue in memory, at most the given number of events."""
@@ -448,7 +447,7 @@ class CommitJob:
         return publisher.refused
 
     def _may_wait_in_memory(self, part: CommitPart) -> bool:
-        is_stored = isinstance(self._queues[part.queue], StoredQueue)
+        is_stored = bool(self._queues[part.queue].stored_id)
         return is_stored and self._context.staging.is_diskless(part.stage)
 
     def _publish_or_keep_in_memory(self, publisher: StagePublisher, part: CommitPart) -> None:
@@ -459,7 +458,7 @@ class CommitJob:
         try:
             publisher.publish_all(staging, POLL_SECONDS)
         except QueueFull:
-            if not (isinstance(queue, StoredQueue) and queue.troubled):
+            if not queue.storage_failure:
                 raise
             published = max(0, get_next_sequence(queue) - part.sequence)
             rest = _skip_events(staging.blocks(part.stage), published)
@@ -485,7 +484,7 @@ class CommitJob:
             for each in self._restage(part, self._queues[part.source])
         ]
 
-    def _restage(self, part: CommitPart, source: HoldingQueue) -> list[RestagedEvents]:
+    def _restage(self, part: CommitPart, source: BufferedQueue) -> list[RestagedEvents]:
         """Stage the referenced events of a part once; none if their queue was dropped."""
         if part not in self._restaged:
             try:
@@ -509,14 +508,13 @@ class CommitJob:
                 for each in self.plan.ranges:
                     if each.queue == name:
                         queue.settle(each.first, each.end, each.outcome)
-                if isinstance(queue, StoredQueue):
-                    queue.sync_acks()
+                queue.sync_acks()
             except QueueClosed:
                 if not self._is_dropped(queue):
                     raise
         return [each for each in self.plan.ranges if each.queue not in self._queues]
 
-    def _is_dropped(self, queue: HoldingQueue) -> bool:
+    def _is_dropped(self, queue: BufferedQueue) -> bool:
         """Whether a closed queue was dropped, as opposed to closed because the node is closing."""
         try:
             return self._context.find_queue(queue.name) is not queue

@@ -27,12 +27,11 @@ from turnlane.node.commit_record import (
     SettleRange,
 )
 from turnlane.node.staging import Staging
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.disk import StoredQueue
+from turnlane.queues.buffered import BufferedQueue
 
 log = get_logger(__name__)
 
-Queues = Mapping[str, HoldingQueue]
+Queues = Mapping[str, BufferedQueue]
 
 
 @dataclass(slots=True)
@@ -99,7 +98,7 @@ def _create_job(plan: CommitPlan, path: Path, context: CommitContext) -> CommitJ
     return CommitJob(left, path, queues, context, is_changed=left != plan)
 
 
-def _find_open_queues(plan: CommitPlan, context: CommitContext) -> dict[str, HoldingQueue]:
+def _find_open_queues(plan: CommitPlan, context: CommitContext) -> dict[str, BufferedQueue]:
     queues = {}
     for name in plan.queues:
         try:
@@ -170,6 +169,6 @@ def _renumber_parts(
     return renumbered
 
 
-def get_queue_id(queue: HoldingQueue) -> str:
+def get_queue_id(queue: BufferedQueue) -> str:
     """Return the id of a queue on disk. A queue that is only in memory has no id."""
-    return queue.store.queue_id if isinstance(queue, StoredQueue) else ""
+    return queue.stored_id

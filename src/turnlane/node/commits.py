@@ -65,7 +65,7 @@ from turnlane.node.commit_record import (
 )
 from turnlane.node.commit_recovery import find_unfinished_commits, get_queue_id
 from turnlane.node.staging import OverflowBuffer, Staging
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.storage.disk_io import Disk
 
 log = get_logger(__name__)
@@ -202,7 +202,7 @@ class Commits:
     """
 
     def __init__(
-        self, directory: Path, disk: Disk, staging: Staging, queue: Callable[[str], HoldingQueue]
+        self, directory: Path, disk: Disk, staging: Staging, queue: Callable[[str], BufferedQueue]
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._staging = staging
@@ -254,7 +254,7 @@ class Commits:
         for stage in stages:
             self._staging.discard(stage)
 
-    def wait_for_publishing_commits(self, queue: HoldingQueue) -> None:
+    def wait_for_publishing_commits(self, queue: BufferedQueue) -> None:
         """Wait a short time for a commit that is publishing to a queue.
 
         A reader then gets all events of the commit in one batch instead of two.
@@ -262,7 +262,7 @@ class Commits:
         if not queue.stats().blocked_publishers:  # blocked publishers wait for this reader
             self._locks.wait_until_unused(name_publish_lock(queue.name), FILL_SECONDS)
 
-    def wait_for_settling_commits(self, queue: HoldingQueue, seconds: float) -> bool:
+    def wait_for_settling_commits(self, queue: BufferedQueue, seconds: float) -> bool:
         """Wait until no commit is settling events of a queue; false if that takes too long.
 
         Before that, a reader sees events as unsettled although they were passed on.
@@ -325,7 +325,7 @@ class Commits:
     def _check_unsettled(self, ranges: Sequence[SettleRange]) -> None:
         for each in ranges:
             span = (each.first, each.end)
-            if self._queue(each.queue).unsettled_of([span]) != [span]:
+            if self._queue(each.queue).filter_unsettled([span]) != [span]:
                 raise RetryLater(
                     f"queue {each.queue!r}: another consumer has settled some of the offsets "
                     f"{each.first} to {each.end - 1}"
@@ -359,17 +359,17 @@ class Commits:
             # are not settled when the node ends are read again.
             return replace(plan, parts=()), None
 
-    def _find_open_queues(self, commit: Commit) -> dict[str, HoldingQueue]:
+    def _find_open_queues(self, commit: Commit) -> dict[str, BufferedQueue]:
         """Return the queues of a commit. Raises ``NoSuchStage``, ``NoSuchQueue``, ``QueueClosed``.
 
         Also raises ``SchemaMismatch``.
         """
-        queues: dict[str, HoldingQueue] = {}
+        queues: dict[str, BufferedQueue] = {}
         for stage in commit.stages:
             contents = self._staging.get_contents(stage)
             queue = queues.setdefault(contents.queue, self._queue(contents.queue))
-            queue.gate.check_open(queue.name)
-            queue.check_types(contents.schema)
+            queue.check_open()
+            queue.check_columns(contents.schema)
             if contents.source is not None:
                 source = queues.setdefault(contents.source, self._queue(contents.source))
                 if get_queue_id(source) != contents.source_id:
@@ -383,7 +383,7 @@ class Commits:
                 raise QueueClosed(f"queue {queue.name!r} is closed")
         return queues
 
-    def _plan_parts(self, commit: Commit, queues: dict[str, HoldingQueue]) -> list[CommitPart]:
+    def _plan_parts(self, commit: Commit, queues: dict[str, BufferedQueue]) -> list[CommitPart]:
         """Assign sequence numbers to the stages, except to stages that will wait in memory.
 
         Raises ``QueueFull``.
@@ -462,13 +462,13 @@ class Commits:
             self.abort([stage])
 
 
-def get_free_capacity(queue: HoldingQueue) -> int | None:
+def get_free_capacity(queue: BufferedQueue) -> int | None:
     """Return how many more events one commit can publish to a queue; ``None``: any number.
 
     For a limit in bytes this is an estimate, from the average size of the events in the queue.
     """
     stats = queue.stats()
-    if not queue.door.blocks:
+    if not queue.blocks_when_full:
         return None
     limits = []
     if stats.max_size is not None:
@@ -478,7 +478,7 @@ def get_free_capacity(queue: HoldingQueue) -> int | None:
     return max(0, min(limits)) if limits else None
 
 
-def has_room(queue: HoldingQueue, events: int, size: int) -> bool:
+def has_room(queue: BufferedQueue, events: int, size: int) -> bool:
     """Whether a commit can publish to a queue without waiting for room halfway.
 
     An empty queue takes any commit: events beyond its limits are published in steps. So does a
@@ -488,4 +488,4 @@ def has_room(queue: HoldingQueue, events: int, size: int) -> bool:
     over = (stats.max_size is not None and stats.size + events > stats.max_size) or (
         stats.max_bytes is not None and stats.bytes + size > stats.max_bytes
     )
-    return not (over and stats.size and queue.door.blocks)
+    return not (over and stats.size and queue.blocks_when_full)

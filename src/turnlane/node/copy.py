@@ -19,11 +19,11 @@ from turnlane.events import Block
 from turnlane.node.event_refs import OffsetArray, encode_references, read_referenced_events
 from turnlane.node.staging import Stage
 from turnlane.queues.api import AckLevel
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.runtime import Closeable
 
 OpenStage = Callable[[str, pa.Schema], Stage]
-OpenReferenceStage = Callable[[str, HoldingQueue], Stage]
+OpenReferenceStage = Callable[[str, BufferedQueue], Stage]
 AbortStages = Callable[[Sequence[str]], None]
 
 PERSIST_TIMEOUT: Final = 30.0
@@ -36,7 +36,7 @@ class QueueCopy(Closeable):
     Events that are settled before the commit, for example by a purge, are not copied.
     """
 
-    def __init__(self, source: HoldingQueue, into: Sequence[str], abort: AbortStages) -> None:
+    def __init__(self, source: BufferedQueue, into: Sequence[str], abort: AbortStages) -> None:
         self._source = source
         self._into = into
         self._abort = abort
@@ -85,7 +85,7 @@ class CopyByValue(QueueCopy):
     """Stages the events themselves."""
 
     def __init__(
-        self, source: HoldingQueue, into: Sequence[str], stage: OpenStage, abort: AbortStages
+        self, source: BufferedQueue, into: Sequence[str], stage: OpenStage, abort: AbortStages
     ) -> None:
         super().__init__(source, into, abort)
         self._stage = stage
@@ -114,7 +114,7 @@ class CopyByReference(QueueCopy):
 
     def __init__(
         self,
-        source: HoldingQueue,
+        source: BufferedQueue,
         into: Sequence[str],
         refer: OpenReferenceStage,
         abort: AbortStages,
@@ -134,14 +134,14 @@ class CopyByReference(QueueCopy):
 
     def _stages(self) -> Sequence[Stage]:
         # After a crash the offsets must still belong to the same events.
-        if not self._source.reaches(AckLevel.PERSISTED, self._end, PERSIST_TIMEOUT):
+        if not self._source.wait_level(AckLevel.PERSISTED, self._end, PERSIST_TIMEOUT):
             raise RetryLater(f"queue {self._source.name!r} has not persisted its events yet")
         return [self._referring(queue) for queue in self._places]
 
     def _referring(self, queue: str) -> Stage:
         stage = self._opened.enter_context(self._refer(queue, self._source))
         for places, events in self._places[queue]:
-            stage.add_references(places, events, self._source.average_size(events))
+            stage.add_references(places, events, self._source.estimate_size(events))
         self.events += stage.events
         return stage
 

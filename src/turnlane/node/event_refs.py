@@ -18,15 +18,14 @@ import pyarrow as pa
 from turnlane.errors import RetryLater
 from turnlane.events import BASE_SCHEMA, Block, conform_block
 from turnlane.intervals import MAX_GAP, RangeSet, Span, convert_to_spans
-from turnlane.queues.api import Durability
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.disk import DiskQueue
+from turnlane.queues.api import AckLevel, Durability
+from turnlane.queues.buffered import BufferedQueue
 
 READ_EVENTS: Final = 65_536
 """The most events of a block that is read by offset."""
 
 
-def read_range(queue: HoldingQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
+def read_range(queue: BufferedQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
     """Yield the events of a queue between two offsets: the first offset of a block, the block."""
     while first < end:
         found = queue.read(first, min(READ_EVENTS, end - first))
@@ -50,23 +49,14 @@ MAX_STRETCH_GAP: Final = 512
 """Offsets that are farther apart are in different stretches: the bits between would cost more."""
 
 
-def can_stage_references(source: HoldingQueue, target: HoldingQueue) -> bool:
+def can_stage_references(source: BufferedQueue, target: BufferedQueue) -> bool:
     """Whether the source keeps its events safely, and the target accepts all of them."""
     return (
-        isinstance(source, DiskQueue)
+        source.usual_level is AckLevel.PERSISTED
         and source.durability is not Durability.NEVER
-        and not _extra_columns(source)
-        and max(source.settings.max_event_bytes, ASSUMED_MAX_EVENT_BYTES) <= _largest(target)
+        and not source.columns().keys() - set(BASE_SCHEMA.names)
+        and max(source.settings.max_event_bytes, ASSUMED_MAX_EVENT_BYTES) <= target.max_event_bytes
     )
-
-
-def _extra_columns(queue: HoldingQueue) -> set[str]:
-    with queue.lock:
-        return queue.types.keys() - set(BASE_SCHEMA.names)
-
-
-def _largest(queue: HoldingQueue) -> int:
-    return min(queue.settings.max_event_bytes, queue.gate.max_bytes)
 
 
 def encode_references(offsets: OffsetArray) -> Block:
@@ -102,7 +92,7 @@ def _close_together(offsets: OffsetArray, gap: int = MAX_GAP) -> Iterator[slice]
 
 
 def read_referenced_events(
-    source: HoldingQueue, wanted: Sequence[OffsetArray]
+    source: BufferedQueue, wanted: Sequence[OffsetArray]
 ) -> Iterator[CopiedBlock]:
     """Yield the events of several lists of offsets in one pass over the queue.
 
@@ -122,9 +112,9 @@ def read_referenced_events(
         _check_settled(source, offsets[at:])
 
 
-def _check_settled(source: HoldingQueue, offsets: OffsetArray) -> None:
+def _check_settled(source: BufferedQueue, offsets: OffsetArray) -> None:
     """Raise ``RetryLater`` if one of these unreadable offsets is not settled."""
-    left = source.unsettled_of(convert_to_spans(offsets)) if len(offsets) else []
+    left = source.filter_unsettled(convert_to_spans(offsets)) if len(offsets) else []
     if left:
         raise RetryLater(f"queue {source.name!r} has an event at {left[0][0]} that cannot be read")
 

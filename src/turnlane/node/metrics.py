@@ -28,7 +28,6 @@ from turnlane.node.breakers import ActionBreaker, Breakers, TaskActivity
 from turnlane.node.node import Node
 from turnlane.node.tables import Tables
 from turnlane.queues.api import Stats
-from turnlane.queues.disk import StoredQueue
 from turnlane.table.leader_state import LagTotal
 from turnlane.table.manager import Manager
 from turnlane.table.queue import TableQueue
@@ -345,8 +344,8 @@ class NodeCollector(Collector):
             "queue_disk_failing", "1 if the last write to disk has failed.", "queue"
         )
         for name, queue in queues:
-            if isinstance(queue, StoredQueue):
-                failing.add_metric([name], float(queue.troubled))
+            if queue.stored_id:
+                failing.add_metric([name], float(bool(queue.storage_failure)))
         yield failing
 
     def _of_node(self) -> Iterator[Metric]:

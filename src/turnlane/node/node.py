@@ -43,10 +43,9 @@ from turnlane.node.event_refs import can_stage_references
 from turnlane.node.lanes import Lanes
 from turnlane.node.leases import Leases
 from turnlane.node.staging import Stage, StageContents, Staging
-from turnlane.queues import open_queue
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.knobs import ON_DISK, Kind
-from turnlane.queues.settings import QueueSettings
+from turnlane.queues import open_buffered_queue
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.settings import ON_DISK, Kind, QueueSettings
 from turnlane.runtime import Closeable, release_free_memory
 from turnlane.storage.directory import QueueDirectory, lock_directory
 from turnlane.storage.disk_io import Disk
@@ -201,7 +200,7 @@ class Housekeeping(Closeable):
     def __init__(
         self,
         staging: Staging,
-        queues: Callable[[], Iterable[HoldingQueue]],
+        queues: Callable[[], Iterable[BufferedQueue]],
         drain: Callable[[], object],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -268,7 +267,7 @@ class Node(Closeable):
         self._clock = clock
         self._disk = disk or Disk()
         self._lock = threading.RLock()
-        self._queues: dict[str, HoldingQueue] = {}
+        self._queues: dict[str, BufferedQueue] = {}
         self._configured = frozenset(queues or ())
         self._by_pipeline: set[str] = set()
         self._dropped = DroppedQueues(data / "queues", self._disk)
@@ -323,7 +322,7 @@ class Node(Closeable):
 
     # ── queues ───────────────────────────────────────────────────────────────────────────────────
 
-    def queue(self, name: str) -> HoldingQueue:
+    def queue(self, name: str) -> BufferedQueue:
         """Return the queue of this name. Raises ``NoSuchQueue``."""
         queue = self._queues.get(name)
         if queue is None:
@@ -331,23 +330,23 @@ class Node(Closeable):
             raise NoSuchQueue(f"there is no queue {name!r}; there are: {known}")
         return queue
 
-    def queues(self) -> dict[str, HoldingQueue]:
+    def queues(self) -> dict[str, BufferedQueue]:
         """Return all queues by name."""
         with self._lock:
             return dict(self._queues)
 
-    def create(self, name: str, **knobs: Any) -> HoldingQueue:
+    def create(self, name: str, **knobs: Any) -> BufferedQueue:
         """Create a queue that survives a restart, or return the one with the same settings.
 
         Raises ``QueueExists``, ``ConfigError``, ``StorageFailed``.
         """
         return self._create(name, knobs, by_pipeline=False)
 
-    def create_for_action(self, name: str, **knobs: Any) -> HoldingQueue:
+    def create_for_action(self, name: str, **knobs: Any) -> BufferedQueue:
         """Create a queue for an action of a pipeline; see :meth:`list_queues_without_action`."""
         return self._create(name, knobs, by_pipeline=True)
 
-    def _create(self, name: str, knobs: Mapping[str, Any], *, by_pipeline: bool) -> HoldingQueue:
+    def _create(self, name: str, knobs: Mapping[str, Any], *, by_pipeline: bool) -> BufferedQueue:
         settings = self._build_settings(name, knobs)
         away = None
         with self._lock:
@@ -402,11 +401,11 @@ class Node(Closeable):
         also if the disk is full or fails. Raises ``NoSuchQueue``, ``SchemaMismatch``,
         ``StorageFailed``.
         """
-        vet = self.queue(name).producer().vet
-        ready = vet(pa.RecordBatch.from_pylist([], schema))
-        return self.staging.stage(name, ready.schema, vet, spare, diskless=diskless)
+        check = self.queue(name).producer().check_publishable
+        ready = check(pa.RecordBatch.from_pylist([], schema))
+        return self.staging.stage(name, ready.schema, check, spare, diskless=diskless)
 
-    def copy(self, source: HoldingQueue, into: Sequence[str]) -> QueueCopy:
+    def copy(self, source: BufferedQueue, into: Sequence[str]) -> QueueCopy:
         """Begin to copy events of a queue, by reference where the source keeps them safely.
 
         Raises ``NoSuchQueue``.
@@ -416,8 +415,8 @@ class Node(Closeable):
             return CopyByReference(source, into, self._begin_reference_stage, abort)
         return CopyByValue(source, into, self.stage, abort)
 
-    def _begin_reference_stage(self, name: str, source: HoldingQueue) -> Stage:
-        self.queue(name).check_types(BASE_SCHEMA)
+    def _begin_reference_stage(self, name: str, source: BufferedQueue) -> Stage:
+        self.queue(name).check_columns(BASE_SCHEMA)
         contents = StageContents(
             name, BASE_SCHEMA, 0, 0, source=source.name, source_id=get_queue_id(source)
         )
@@ -432,11 +431,10 @@ class Node(Closeable):
         place = {"path": self.data / "queues" / settings.name} if kind in ON_DISK else {}
         return QueueSettings.of(**{**knobs, "name": name, "kind": kind, **place})
 
-    def _open(self, settings: QueueSettings) -> HoldingQueue:
+    def _open(self, settings: QueueSettings) -> BufferedQueue:
         if settings.kind not in (Kind.MEMORY, *ON_DISK):
             raise ConfigError("kind", f"a node cannot have {settings.kind} queues")
-        queue = open_queue(settings, clock=self._clock, disk=self._disk)
-        assert isinstance(queue, HoldingQueue)
+        queue = open_buffered_queue(settings, clock=self._clock, disk=self._disk)
         self._queues[settings.name] = queue
         return queue
 

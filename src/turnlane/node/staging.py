@@ -26,7 +26,7 @@ from turnlane.events import Block
 from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
 from turnlane.node.event_refs import EVENT_REF_SCHEMA
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.runtime import Closeable
 from turnlane.storage.disk_io import Disk
 
@@ -320,7 +320,7 @@ class OverflowBuffer:
     than a larger queue, so they are logged and counted.
     """
 
-    def __init__(self, queue: Callable[[str], HoldingQueue], max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, queue: Callable[[str], BufferedQueue], max_bytes: int = MAX_BYTES) -> None:
         self._queue = queue
         self._max_bytes = max_bytes
         self._waiting: dict[str, deque[Block]] = {}
@@ -427,5 +427,4 @@ class OverflowBuffer:
         except TurnlaneError:
             return  # the queue itself is gone
         # They were the oldest here. For the queue they are new events that it could not take.
-        with queue.lock:
-            queue.dropped_at_door(Outcome.NEWEST, events)
+        queue.count_dropped(Outcome.NEWEST, events)

@@ -2,7 +2,7 @@
 
 All threads of an output share one ``HttpClient``. It is a thin layer over urllib3 that adds a time
 limit for connecting alone, a limit for the size of a response, and a way to abort the requests of
-other threads. It never retries and never follows redirects: the lane decides what is sent again.
+other threads. It never retries and never follows redirects: the lane decides about that.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class RequestOutput(Output):
     ) -> tuple[Any, Headers]:
         """Return the compressed body and the headers for it.
 
-        ``headers``, by default those of the settings, replace the ones that are added here.
+        ``headers``, by default from the settings, replace headers of the same name.
         """
         added = {"Content-Type": content_type.encode()}
         if key is not None:
@@ -325,7 +325,7 @@ class RequestOutput(Output):
     def _try_request(
         self, request: HttpRequest, url_errors: dict[str, TurnlaneError]
     ) -> TurnlaneError | None:
-        """Send a request once; return its error, and note one that other requests would meet."""
+        """Send a request once; return its error, noted if other requests would meet it too."""
         url = _ALL_URLS
         try:
             response = self.exchange(request.url, request.body, request.headers)

@@ -14,8 +14,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from turnlane.delivery.settings import DeliverySettings
-from turnlane.queues.knobs import Kind, Name
-from turnlane.queues.settings import QueueSettings
+from turnlane.queues.settings import Kind, Name, QueueSettings
 from turnlane.units import Duration
 
 MAIN: Final = "main"

@@ -1,17 +1,17 @@
-"""How far a queue's events have come, and whom to tell.
+"""How far the events of a queue have come, and who has to know.
 
-A :class:`Watermark` stands for one ack level: every event below its position has reached it.
-Publishers wait on it or follow it with a callback; both hear in publish order because the
-watermark only ever moves forward. Callbacks run on the :class:`Dispatcher`'s own thread, so a slow
-one, or one that publishes or closes the queue, holds nobody up.
+A :class:`Watermark` stands for one ack level: every event below its position has reached the level.
+It only moves forward, so publishers that wait on it, and listeners that it tells, hear in publish
+order. Callbacks run on the thread of the :class:`AckDispatcher`: a slow callback, or one that
+publishes or closes the queue, delays no other thread.
 
-A watermark belongs to its queue and is only touched under the queue's lock.
+The lock of the queue guards the watermarks. The dispatcher has a lock of its own, which is taken
+after the lock of the queue and under which nothing else is called.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from bisect import bisect_right, insort
 from collections import deque
@@ -20,83 +20,84 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from turnlane.intervals import RangeSet
+from turnlane.logs import get_logger
 from turnlane.queues.api import Ack, AckCallback, AckLevel, Durability
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
-
-Watcher = Callable[[int], None]
-"""Hears the new position of a watermark."""
+PositionObserver = Callable[[int], None]
+"""Is called with the new position of a watermark, under the lock of the queue."""
 
 
 @dataclass(slots=True, eq=False)
-class Follower:
-    """A producer that wants to hear; told apart from others even if they share a callback."""
+class AckListener:
+    """A producer with a callback. Two of them are different even if they share the callback."""
 
     callback: AckCallback
 
 
-class Notice(NamedTuple):
-    """An ack on its way to a follower."""
+class AckEvent(NamedTuple):
+    """An ack on its way to a listener."""
 
-    follower: Follower
+    listener: AckListener
     ack: Ack
 
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive offsets published by one follower."""
+    """Consecutive offsets published by one listener."""
 
-    follower: Follower
+    listener: AckListener
     first: int
     end: int
 
 
-class Ticket:
-    """A publisher waiting for the watermark to reach ``offset``.
+class AckWaiter:
+    """A publisher that waits until a watermark reaches ``offset``.
 
-    Publishers served together are woken one by another, in a chain. Woken all at once they would
-    fight for Python's one interpreter lock, at twice the cost.
+    Publishers that reach it together wake each other, one after another, in a chain. If all were
+    woken at once, they would compete for the interpreter lock, at twice the cost.
     """
 
-    __slots__ = ("_gone", "_next", "_signal", "first", "lost", "offset", "reached")
+    __slots__ = ("_has_left", "_next", "_signal", "first", "has_lost", "is_reached", "offset")
 
     def __init__(self, first: int, offset: int) -> None:
         self.first = first
         self.offset = offset
-        self.reached = False
-        self.lost = False
-        """Whether any of the events ``first`` to ``offset - 1`` was dropped instead."""
-        self._gone = False
-        self._next: Ticket | None = None
+        self.is_reached = False
+        self.has_lost = False
+        """Whether one of the events ``first`` to ``offset - 1`` was dropped."""
+        self._has_left = False
+        self._next: AckWaiter | None = None
         self._signal = threading.Lock()
         self._signal.acquire()
 
     def wait(self, timeout: float | None) -> bool:
-        """Block until reached or given up; true if reached."""
+        """Block until the offset is reached or the wait is pointless; true if it is reached."""
         try:
             self._signal.acquire(timeout=-1 if timeout is None else max(timeout, 0))
         finally:
             self.leave()
-        return self.reached
+        return self.is_reached
 
     def leave(self) -> None:
-        """Nobody waits here, or not any more: the chain goes on without this one."""
-        # Here and in link() each side speaks before it looks: so one of the two always
-        # notices that a publisher left early (timeout, Ctrl-C), and the next is woken.
-        self._gone = True
-        if self.reached and self._next is not None:
+        """Take this waiter out of the chain: its publisher does not wait, or not any more."""
+        # Here and in link() each thread first sets its own flag, then reads the flag of the other:
+        # so one of the two always sees that a publisher left early (timeout, Ctrl-C) and wakes the
+        # next one.
+        self._has_left = True
+        if self.is_reached and self._next is not None:
             self._next.wake()
 
-    def link(self, following: Ticket | None) -> Ticket | None:
-        """Reached: wake ``following`` after this one; returns whom to wake for both."""
+    def link(self, following: AckWaiter | None) -> AckWaiter | None:
+        """The offset is reached: wake ``following`` after this one; returns whom to wake first."""
         self._next = following
-        self.reached = True
-        return following if self._gone else self
+        self.is_reached = True
+        return following if self._has_left else self
 
     def wake(self) -> None:
         """Let the publisher go on."""
-        with contextlib.suppress(RuntimeError):  # woken before
+        with contextlib.suppress(RuntimeError):  # it was woken before
             self._signal.release()
 
 
@@ -108,180 +109,180 @@ class Watermark:
         self.durability = durability
         self.position = position
         self.lost = RangeSet()
-        """Offsets at or above the position that will never arrive: dropped after acceptance."""
+        """Offsets at or above the position whose events were dropped after acceptance."""
         self.served = 0
         """How many publishers the last advance has woken."""
         self._runs: deque[_Run] = deque()
-        self._tickets: list[Ticket] = []
-        self._watchers: list[Watcher] = []
-        self._abandoned = False
+        self._waiters: list[AckWaiter] = []
+        self._observers: list[PositionObserver] = []
+        self._is_abandoned = False
 
-    def follow(self, follower: Follower, first: int, end: int) -> None:
-        """Tell ``follower`` when its events ``first`` to ``end - 1`` get here.
+    def listen(self, listener: AckListener, first: int, end: int) -> None:
+        """Tell ``listener`` when its events ``first`` to ``end - 1`` reach the level.
 
-        In whatever order that is asked for, it hears in the order of the offsets.
+        Calls may come in any order; the listener hears in the order of the offsets.
         """
         runs = self._runs
-        if runs and runs[-1].follower is follower and runs[-1].end == first:
+        if runs and runs[-1].listener is listener and runs[-1].end == first:
             runs[-1].end = end
         elif runs and first < runs[-1].first:
-            insort(runs, _Run(follower, first, end), key=lambda run: run.first)
+            insort(runs, _Run(listener, first, end), key=lambda run: run.first)
         else:
-            runs.append(_Run(follower, first, end))
+            runs.append(_Run(listener, first, end))
 
-    def ticket(self, first: int, offset: int) -> Ticket | None:
-        """A ticket to wait for ``first`` to ``offset - 1``; ``None`` if they are here already."""
+    def add_waiter(self, first: int, offset: int) -> AckWaiter | None:
+        """Return a waiter for ``first`` to ``offset - 1``; ``None`` if they are there already."""
         if offset <= self.position:
             return None
-        ticket = Ticket(first, offset)
-        if self._abandoned:
-            ticket.wake()
-        insort(self._tickets, ticket, key=lambda each: each.offset)
-        return ticket
+        waiter = AckWaiter(first, offset)
+        if self._is_abandoned:
+            waiter.wake()
+        insort(self._waiters, waiter, key=lambda each: each.offset)
+        return waiter
 
-    def withdraw(self, ticket: Ticket) -> None:
-        """Nobody waits for this ticket any more."""
-        if ticket in self._tickets:
-            self._tickets.remove(ticket)
+    def remove_waiter(self, waiter: AckWaiter) -> None:
+        """Forget a waiter whose publisher waits no more."""
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
 
-    def watch(self, watcher: Watcher) -> None:
-        """Call ``watcher`` whenever the position moves: under the queue's lock, so be brief."""
-        self._watchers.append(watcher)
+    def observe(self, observer: PositionObserver) -> None:
+        """Call ``observer`` for every new position, under the lock of the queue."""
+        self._observers.append(observer)
 
-    def unwatch(self, watcher: Watcher) -> None:
-        """Call it no more."""
-        self._watchers.remove(watcher)
+    def unobserve(self, observer: PositionObserver) -> None:
+        """Stop calling ``observer``."""
+        self._observers.remove(observer)
 
     @property
-    def waiting(self) -> int:
-        """How many publishers are blocked until this watermark moves."""
-        return len(self._tickets)
+    def waiters(self) -> int:
+        """How many publishers wait for this watermark to move."""
+        return len(self._waiters)
 
-    def awaited(self, limit: int) -> int:
-        """The furthest position that a publisher waits for, of those up to ``limit``; 0 if none."""
-        index = bisect_right(self._tickets, limit, key=lambda each: each.offset)
-        return self._tickets[index - 1].offset if index else 0
+    def find_awaited(self, limit: int) -> int:
+        """Return the highest offset up to ``limit`` that a publisher waits for; 0 if none."""
+        index = bisect_right(self._waiters, limit, key=lambda each: each.offset)
+        return self._waiters[index - 1].offset if index else 0
 
     def lose(self, first: int, end: int) -> None:
-        """Note that these events were dropped; their publisher is told so in its turn."""
+        """Note that these events were dropped; their publisher is told when its turn comes."""
         self.lost.add(max(first, self.position), end)
 
-    def advance(self, position: int) -> list[Notice]:
-        """Move forward; wakes waiting publishers and returns what followers have to hear."""
+    def advance(self, position: int) -> list[AckEvent]:
+        """Move forward: wake the waiting publishers and return what listeners have to hear."""
         if position <= self.position:
             return []
         self.position = position
         self._wake(position)
-        for watcher in self._watchers:
-            watcher(position)
-        notices = self._collect(position)
+        for observer in self._observers:
+            observer(position)
+        events = self._collect(position)
         self.lost.drop_below(position)
-        return notices
+        return events
 
     def _wake(self, position: int) -> None:
-        self.served = bisect_right(self._tickets, position, key=lambda each: each.offset)
+        self.served = bisect_right(self._waiters, position, key=lambda each: each.offset)
         first = None
-        for ticket in reversed(self._tickets[: self.served]):
-            ticket.lost = bool(self.lost) and self.lost.overlap(ticket.first, ticket.offset) > 0
-            first = ticket.link(first)
-        del self._tickets[: self.served]
+        for waiter in reversed(self._waiters[: self.served]):
+            waiter.has_lost = bool(self.lost) and self.lost.overlap(waiter.first, waiter.offset) > 0
+            first = waiter.link(first)
+        del self._waiters[: self.served]
         if first is not None:
             first.wake()
 
-    def _collect(self, position: int) -> list[Notice]:
-        counts: dict[Follower, list[int]] = {}
+    def _collect(self, position: int) -> list[AckEvent]:
+        counts: dict[AckListener, list[int]] = {}
         while self._runs and self._runs[0].first < position:
             run = self._runs[0]
             end = min(run.end, position)
             dropped = self.lost.overlap(run.first, end) if self.lost else 0
-            tally = counts.setdefault(run.follower, [0, 0, 0])
-            tally[0] += end - run.first - dropped
-            tally[1] += dropped
-            tally[2] = end
+            count = counts.setdefault(run.listener, [0, 0, 0])
+            count[0] += end - run.first - dropped
+            count[1] += dropped
+            count[2] = end
             if end == run.end:
                 self._runs.popleft()
             else:
                 run.first = end
         return [
-            Notice(follower, Ack(count, dropped, end, self.level, self.durability))
-            for follower, (count, dropped, end) in counts.items()
+            AckEvent(listener, Ack(count, dropped, end, self.level, self.durability))
+            for listener, (count, dropped, end) in counts.items()
         ]
 
     def abandon(self) -> None:
-        """Wake every waiting publisher without its event having arrived; forget the followers."""
-        self._abandoned = True
-        for ticket in self._tickets:
-            ticket.wake()
-        self._tickets.clear()
+        """Wake every waiting publisher though its events did not arrive; forget the listeners."""
+        self._is_abandoned = True
+        for waiter in self._waiters:
+            waiter.wake()
+        self._waiters.clear()
         self._runs.clear()
 
 
-class Dispatcher:
-    """Runs ack callbacks on one thread that exists only if somebody wants acks.
+class AckDispatcher:
+    """Runs ack callbacks on one thread, which exists only if a producer has a callback.
 
-    Acks that a follower has not heard yet are added up, so that a slow callback costs memory for
-    one ack, however many events pass meanwhile.
+    Acks that a listener has not heard yet are added up: a slow callback costs the memory of one
+    ack, and not of one ack per event.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._due: dict[Follower, Ack] = {}
+        self._due: dict[AckListener, Ack] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._stopped = False
+        self._is_stopped = False
 
     def start(self) -> None:
-        """Make sure the thread runs, unless it was stopped for good."""
+        """Start the thread unless it runs, or was stopped."""
         with self._changed:
-            if self._thread is None and not self._stopped:
+            if self._thread is None and not self._is_stopped:
                 self._thread = threading.Thread(
                     target=self._run, name=f"turnlane-acks-{self._name}", daemon=True
                 )
                 self._thread.start()
 
-    def send(self, notices: list[Notice]) -> None:
-        """Have followers called back. Never blocks."""
-        if not notices:
+    def send(self, events: list[AckEvent]) -> None:
+        """Have listeners called back. Never blocks."""
+        if not events:
             return
         with self._changed:
-            for follower, ack in notices:
-                due = self._due.get(follower)
-                self._due[follower] = ack if due is None else _added(due, ack)
+            for listener, ack in events:
+                due = self._due.get(listener)
+                self._due[listener] = ack if due is None else _add_acks(due, ack)
             self._changed.notify()
 
     def stop(self, timeout: float) -> None:
-        """Let the callbacks that are due run, then end; one that hangs is left behind.
+        """Run the callbacks that are due, then end; a callback that hangs is left behind.
 
-        From a callback: return at once.
+        A call from a callback returns at once.
         """
         with self._changed:
-            self._stopped = True
+            self._is_stopped = True
             thread = self._thread
             self._changed.notify()
-        if thread is not None and not self.is_here():
+        if thread is not None and not self.is_current_thread():
             thread.join(timeout)
 
-    def is_here(self) -> bool:
+    def is_current_thread(self) -> bool:
         """Whether the caller is a callback."""
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:
-        while due := self._next():
-            for follower, ack in due.items():
+        while due := self._await_due():
+            for listener, ack in due.items():
                 try:
-                    follower.callback(ack)
-                except BaseException:  # even SystemExit: the acks of others go through here too
-                    log.exception("queue %s: an ack callback failed on %s", self._name, ack)
+                    listener.callback(ack)
+                except BaseException:  # even SystemExit: the acks of other producers follow
+                    log.exception("queue.ack_callback_failed", queue=self._name, ack=ack)
 
-    def _next(self) -> dict[Follower, Ack]:
-        """What is due, once there is something; nothing when stopped."""
+    def _await_due(self) -> dict[AckListener, Ack]:
+        """Wait for acks and return them; nothing once the dispatcher is stopped."""
         with self._changed:
-            self._changed.wait_for(lambda: self._due or self._stopped)
+            self._changed.wait_for(lambda: self._due or self._is_stopped)
             due, self._due = self._due, {}
             return due
 
 
-def _added(one: Ack, other: Ack) -> Ack:
+def _add_acks(one: Ack, other: Ack) -> Ack:
     return Ack(
         one.count + other.count,
         one.dropped + other.dropped,
@@ -289,3 +290,38 @@ def _added(one: Ack, other: Ack) -> Ack:
         other.level,
         other.durability,
     )
+
+
+class AckTracker:
+    """The watermarks of one queue and the dispatcher of its callbacks."""
+
+    def __init__(self, name: str, durability: Durability, position: int) -> None:
+        self.persisted = Watermark(AckLevel.PERSISTED, durability, position)
+        self.delivered = Watermark(AckLevel.DELIVERED, durability, position)
+        self.dispatcher = AckDispatcher(name)
+
+    @property
+    def watermarks(self) -> tuple[Watermark, Watermark]:
+        """Both watermarks."""
+        return self.persisted, self.delivered
+
+    def watermark_of(self, level: AckLevel) -> Watermark | None:
+        """Return the watermark of a level; ``None`` for ``accepted``, which is reached at once."""
+        if level is AckLevel.ACCEPTED:
+            return None
+        return self.persisted if level is AckLevel.PERSISTED else self.delivered
+
+    def send_accepted(self, listener: AckListener, first: int, end: int) -> None:
+        """Ack the acceptance of events, which has just happened."""
+        # Memory, even if the queue persists them later: nothing else has the events yet.
+        ack = Ack(end - first, 0, end, AckLevel.ACCEPTED, Durability.MEMORY)
+        self.dispatcher.send([AckEvent(listener, ack)])
+
+    def lose(self, first: int, end: int) -> None:
+        """Note that these events were dropped after acceptance."""
+        for mark in self.watermarks:
+            mark.lose(first, end)
+
+    def advance(self, mark: Watermark, position: int) -> None:
+        """Move a watermark forward, wake its waiters and call its listeners."""
+        self.dispatcher.send(mark.advance(position))

@@ -1,86 +1,150 @@
-"""Who may come in: the bounds of a queue, the line of publishers in front of it, load shedding."""
+"""Which events may enter a queue, and when: bounds, the waiting line, policies.
+
+Events in the queue count against two bounds, in events and in bytes. A request that does not fit
+waits in line, first come first served; the thread that makes room puts the first request in and
+wakes its publisher. Before that, policies may drop events of a request (sampling, load shedding) or
+slow its publisher down (flow control). In a full queue that does not block, they drop the oldest or
+the newest events.
+
+The lock of the queue guards all of this; only :meth:`Admission.wait_in_line` is called without it.
+
+:class:`FastPathLimits` are what makes a single publish cheap. A producer compares two numbers with
+them under the lock. Below the limits nothing can apply to an event: no bound, no mark, no policy,
+no line to overtake. Everything that may apply either lowers the limits when the queue is opened,
+or sets them to -1 while it lasts.
+"""
 
 from __future__ import annotations
 
 import abc
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from turnlane.errors import NumbersMissing, QueueClosed
-from turnlane.events import Block, get_event_sizes
+from turnlane.errors import QueueClosed, QueueFull
+from turnlane.events import Block
 from turnlane.ledger import Outcome
-from turnlane.queues.acks import Ticket
-from turnlane.queues.api import Published
-from turnlane.storage.frames import ProducerSequence
-from turnlane.storage.producer_sequences import MAX_RUNS, GapPolicy
+from turnlane.queues.api import FlowControl, FullBehavior
+from turnlane.queues.settings import QueueSettings
 
-if TYPE_CHECKING:
-    from turnlane.queues.producer import HoldingProducer
+UNBOUNDED: Final = 1 << 62
+"""Stands for a bound that is not set."""
 
-UNBOUNDED = 1 << 62
+SPILL_SECONDS = 1.0
+"""How long a queue that drops when full waits for storage to make room."""
+
+MAX_SEVERITY = 7
+"""Debug, as in syslog; 0 is an emergency."""
 
 
-class Entry(abc.ABC):
-    """One event or one block that wants in."""
+class Deadline(NamedTuple):
+    """The time that a publisher has for everything that it waits for; ``None`` is no limit."""
+
+    seconds: float | None
+    until: float | None
+
+    @classmethod
+    def after(cls, seconds: float | None) -> Deadline:
+        """Return the deadline that many seconds from now."""
+        return NO_DEADLINE if seconds is None else cls(seconds, time.monotonic() + seconds)
+
+    @property
+    def left(self) -> float | None:
+        """The seconds that are left, at least 0."""
+        return None if self.until is None else max(0.0, self.until - time.monotonic())
+
+
+NO_DEADLINE: Final = Deadline(None, None)
+
+
+class PublishRequest(abc.ABC):
+    """One event or one block that a producer publishes."""
 
     events: int
     size: int
-    inside = False
-    """Whether it is in the queue."""
+    producer: object
+    is_inside = False
+    """Whether the request is in the queue."""
+
+    def __init__(self) -> None:
+        self.dropped_by_policy: dict[Outcome, int] = {}
+        """Events that policies dropped and the ledger does not count yet."""
+
+    @property
+    def is_repeat(self) -> bool:
+        """Whether the queue has all events of the request already."""
+        return False
 
     @abc.abstractmethod
     def enter(self) -> None:
-        """Put it into the queue. Called once, under the queue's lock, when there is room."""
+        """Put the events into the queue. Called once, when there is room."""
+
+    @abc.abstractmethod
+    def skip(self) -> None:
+        """Finish without entering: nothing is left of the request, and it need not come again."""
+
+    @abc.abstractmethod
+    def prepare(self) -> None:
+        """Leave out repeats. Raises ``NumbersMissing`` if the request leaves too many gaps."""
+
+    @abc.abstractmethod
+    def keep_sample(self, before: int, interval: int) -> int:
+        """Keep every ``interval``-th event, counted from ``before`` events on; returns drops."""
+
+    @abc.abstractmethod
+    def keep_important(self, severity: int) -> int:
+        """Keep events more important than ``severity``; returns how many are dropped."""
+
+    @abc.abstractmethod
+    def keep_first(self, events: int) -> int:
+        """Keep the first ``events`` events; returns how many are dropped."""
 
 
-class Waiter:
-    """A publisher in the line. Whoever makes room puts its entry in and wakes it."""
+class WaitingPublisher:
+    """A publisher in the waiting line."""
 
-    __slots__ = ("_signal", "entry", "refused", "woken")
+    __slots__ = ("_signal", "is_refused", "is_woken", "request")
 
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
-        self.woken = False
-        self.refused = False
+    def __init__(self, request: PublishRequest) -> None:
+        self.request = request
+        self.is_woken = False
+        self.is_refused = False
         self._signal = threading.Lock()
         self._signal.acquire()
 
     def wait(self, timeout: float | None) -> bool:
-        """Block until let in or refused; false on timeout."""
+        """Block until the request is in or refused; false on timeout."""
         return self._signal.acquire(timeout=-1 if timeout is None else max(timeout, 0))
 
     def admit(self) -> None:
-        """Put the entry in and wake its publisher."""
-        if not self.entry.inside:  # interrupted before, between the two lines
-            self.entry.enter()
-        self.woken = True
+        """Put the request in and wake its publisher."""
+        if not self.request.is_inside:  # interrupted before, between the two lines
+            self.request.enter()
+        self.is_woken = True
         self._signal.release()
 
     def refuse(self) -> None:
-        """Wake the publisher empty-handed: the queue was closed."""
-        self.woken = self.refused = True
+        """Wake the publisher though its request is not in: the queue was closed."""
+        self.is_woken = self.is_refused = True
         self._signal.release()
 
 
-class Level(NamedTuple):
-    """A fill level: so many events, or the same share of the bound in bytes."""
+class FillLevel(NamedTuple):
+    """A number of events, and the same share of the bound in bytes."""
 
     events: int
     bytes: int
 
 
-class Calm:
-    """What the fast path of publishing compares with: below it, nothing needs a closer look.
-
-    ``bytes`` is -1 whenever everybody has to look closer.
-    """
+class FastPathLimits:
+    """Below these, an event needs no closer look. ``bytes`` is -1 while every event needs one."""
 
     __slots__ = ("bytes", "events", "usual_bytes")
 
@@ -89,185 +153,313 @@ class Calm:
         self.bytes = self.usual_bytes = usual_bytes
 
 
-class Gate:
-    """What is inside counts against two bounds; what does not fit stands in line.
+class Admission:
+    """The bounds, the waiting line and the policies of one queue.
 
-    Belongs to a queue and is only touched under its lock.
+    ``evict(events)`` drops that many of the oldest unread events and says whether there were any;
+    ``count_drops(outcome, events)`` counts events that never got in; ``on_full()`` tells storage
+    and consumers, and returns whether storage makes room.
     """
 
-    __slots__ = (
-        "_calms",
-        "_closed",
-        "_delayed",
-        "_failure",
-        "_held",
-        "bytes",
-        "depth",
-        "line",
-        "max_bytes",
-        "size",
-    )
-
-    def __init__(self, size: int | None, max_bytes: int | None) -> None:
-        self.size = UNBOUNDED if size is None else size
-        self.max_bytes = UNBOUNDED if max_bytes is None else max_bytes
-        self.depth = 0
+    def __init__(
+        self,
+        settings: QueueSettings,
+        lock: threading.Lock,
+        *,
+        evict: Callable[[int], bool],
+        count_drops: Callable[[Outcome, int], None],
+        on_full: Callable[[], bool],
+    ) -> None:
+        self._settings = settings
+        self._lock = lock
+        self._evict = evict
+        self._count_drops = count_drops
+        self._on_full = on_full
+        self.max_events = UNBOUNDED if settings.size is None else settings.size
+        self.max_bytes = UNBOUNDED if settings.max_bytes is None else settings.max_bytes
+        self.events = 0
         self.bytes = 0
-        self.line: deque[Waiter] = deque()
-        self._held = False
-        self._closed = False
+        self.line: deque[WaitingPublisher] = deque()
+        self.full_waits = 0
+        """How often a publisher found the queue full."""
+        self.is_closed = False
+        self.is_held = False
+        """Whether every publisher is kept out, even if there is room."""
         self._failure: Exception | None = None
-        self._delayed = 0
-        self._calms: list[Calm] = []
+        self._seen = 0
+        marks = settings.marks
+        self._discard_level = self._level_of(marks.discard)
+        self._delay_levels = {
+            FlowControl.NONE: None,
+            FlowControl.LIGHT: self._level_of(marks.light_delay),
+            FlowControl.FULL: self._level_of(marks.full_delay),
+        }
+        self._delayed: dict[FlowControl, deque[threading.Condition]]
+        self._delayed = {flow: deque() for flow in FlowControl}
+        """The publishers that flow control slows down, first come first."""
+        self._limits = {flow: self._make_limits(flow) for flow in FlowControl}
 
-    def level(self, mark: int) -> Level:
-        """A mark in events, and its share of the bound in bytes."""
-        share = UNBOUNDED if self.size == UNBOUNDED else self.max_bytes * mark // self.size
-        return Level(mark, share)
+    @property
+    def blocks(self) -> bool:
+        """Whether publishers wait when the queue is full, and nothing is dropped."""
+        return self._settings.full_behavior is FullBehavior.BLOCK
 
-    def reaches(self, level: Level) -> bool:
-        """Whether the queue is as full, by whichever bound is nearer."""
-        return self.depth >= level.events or self.bytes >= level.bytes
+    # The fast path
 
-    def calm(self, below: list[Level]) -> Calm:
-        """Calm below all these levels and the bounds, as long as nobody is kept out."""
-        bounds = [Level(self.size, self.max_bytes), *below]
-        calm = Calm(min(each.events for each in bounds), min(each.bytes for each in bounds))
-        self._calms.append(calm)
-        self._look()
-        return calm
+    def limits_of(self, flow: FlowControl) -> FastPathLimits:
+        """Return the limits for publishers with this flow control."""
+        return self._limits[flow]
+
+    def _make_limits(self, flow: FlowControl) -> FastPathLimits:
+        if self._settings.sampling_interval > 1:
+            return FastPathLimits(-1, -1)
+        levels = [
+            FillLevel(self.max_events, self.max_bytes),
+            self._discard_level,
+            self._delay_levels[flow],
+            self._level_of(self._settings.marks.high),
+        ]
+        known = [level for level in levels if level is not None]
+        return FastPathLimits(
+            min(level.events for level in known), min(level.bytes for level in known)
+        )
+
+    def _update_limits(self) -> None:
+        closer_look = self.is_closed or self.is_held or self.blocked
+        for limits in self._limits.values():
+            limits.bytes = -1 if closer_look else limits.usual_bytes
+
+    def _level_of(self, mark: int | None) -> FillLevel | None:
+        if mark is None:
+            return None
+        bounded = self.max_events != UNBOUNDED
+        return FillLevel(mark, self.max_bytes * mark // self.max_events if bounded else UNBOUNDED)
+
+    def _reaches(self, level: FillLevel) -> bool:
+        return self.events >= level.events or self.bytes >= level.bytes
+
+    # Room
 
     @property
     def blocked(self) -> int:
         """How many publishers wait, in line or slowed down."""
-        return len(self.line) + self._delayed
+        return len(self.line) + sum(map(len, self._delayed.values()))
 
-    def delay(self, publishers: int) -> None:
-        """So many more publishers are slowed down, or fewer: nobody may overtake them unseen."""
-        self._delayed += publishers
-        self._look()
+    @property
+    def has_waiting_line(self) -> bool:
+        """Whether publishers wait in line for room."""
+        return bool(self.line)
 
     def fits(self, events: int, size: int) -> bool:
-        """Whether there is room and nobody is kept out, the line left aside."""
-        return not self._held and self.has_room(events, size)
+        """Whether there is room and publishers are let in; the line does not matter here."""
+        return not self.is_held and self.has_room(events, size)
 
     def has_room(self, events: int, size: int) -> bool:
-        """Whether the bounds allow for it."""
-        return self.depth + events <= self.size and self.bytes + size <= self.max_bytes
-
-    @property
-    def held(self) -> bool:
-        """Whether everybody is kept out, whatever the room."""
-        return self._held
-
-    @property
-    def room(self) -> int:
-        """How many more events the bound in events lets in."""
-        return 0 if self._held else max(0, self.size - self.depth)
+        """Whether the bounds leave room for the events."""
+        return self.events + events <= self.max_events and self.bytes + size <= self.max_bytes
 
     def charge(self, events: int, size: int) -> None:
         """Count events against the bounds."""
-        self.depth += events
+        self.events += events
         self.bytes += size
 
     def refund(self, events: int, size: int) -> None:
-        """Give room back and let in who stands first in line."""
-        self.depth -= events
-        # Sizes of what was read back from disk are averages: they must not add up to a drift.
-        self.bytes = max(0, self.bytes - size) if self.depth else 0
+        """Give room back and let publishers in."""
+        self.events -= events
+        # The size of events that were read back is an average: errors must not add up.
+        self.bytes = max(0, self.bytes - size) if self.events else 0
         if self.line:
-            self.let_in()
+            self._admit_waiting()
+        self.wake_delayed()
 
-    def hold(self, *, held: bool) -> None:
-        """Keep everybody out, whatever the room (the disk is full, say), or stop doing so."""
-        if held is not self._held:
-            self._held = held
-            self.let_in()
+    def estimate_size(self, events: int) -> int:
+        """Return the bytes of this many events, by the average size."""
+        return self.bytes * events // max(1, self.events)
 
-    def let_in(self) -> None:
-        """Admit from the front of the line as long as there is room. Nobody overtakes."""
-        while self.line and self.fits(self.line[0].entry.events, self.line[0].entry.size):
-            self.line[0].admit()  # if that is interrupted, the publisher still stands in line
+    def hold(self, *, hold: bool) -> None:
+        """Keep every publisher out, even if there is room, or let them in again."""
+        if hold is not self.is_held:
+            self.is_held = hold
+            self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        """Admit from the front of the line while there is room."""
+        while self.line and self.fits(self.line[0].request.events, self.line[0].request.size):
+            self.line[0].admit()  # if this is interrupted, the publisher is still in line
             self.line.popleft()
-        self._look()
+        self._update_limits()
 
-    def join(self, entry: Entry) -> Waiter:
-        """Stand at the end of the line."""
-        waiter = Waiter(entry)
-        self.line.append(waiter)
-        self._look()
-        return waiter
-
-    def leave(self, waiter: Waiter) -> None:
-        """Give up standing in line; the next may be smaller and fit."""
-        self.line.remove(waiter)
-        self.let_in()
+    # Closeable
 
     def close(self) -> None:
-        """Send everybody in line away."""
-        self._closed = True
+        """Refuse every later request; the publishers in line are woken."""
+        self.is_closed = True
         while self.line:
             self.line.popleft().refuse()
-        self._look()
+        self._update_limits()
+        self.wake_delayed()
 
     def fail(self, error: Exception) -> None:
-        """Close for this reason, which whoever comes is told."""
+        """Close, and give publishers this error."""
         self._failure = error
         self.close()
 
     @property
-    def closed(self) -> bool:
-        """Whether nobody is let in any more."""
-        return self._closed
+    def has_failed(self) -> bool:
+        """Whether the queue failed."""
+        return self._failure is not None
 
-    def check_sound(self) -> None:
-        """Raise what the queue has failed with, if so."""
+    def check_failure(self) -> None:
+        """Raise the error that the queue failed with, if it did."""
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
-    def check_open(self, name: str) -> None:
-        """Raise ``QueueClosed`` if so, or what the queue has failed with."""
-        self.check_sound()
-        if self._closed:
-            msg = f"queue {name!r} is closed"
-            raise QueueClosed(msg)
+    def check_open(self) -> None:
+        """Raise ``QueueClosed`` if the queue takes no more events, or why it failed."""
+        self.check_failure()
+        if self.is_closed:
+            raise QueueClosed(f"queue {self._settings.name!r} is closed")
 
-    def _look(self) -> None:
-        restless = self._closed or self._held or self.line or self._delayed
-        for calm in self._calms:
-            calm.bytes = -1 if restless else calm.usual_bytes
+    # A request
+
+    def admit(
+        self, request: PublishRequest, flow: FlowControl, deadline: Deadline, *, blocking: bool
+    ) -> WaitingPublisher | None:
+        """Put a request in, drop it, or put it in line; returns the place in line.
+
+        It is not in and has no place if it does not fit and the publisher does not block.
+        """
+        request.prepare()
+        self._apply_policies(request, flow, deadline)
+        self.check_open()
+        if not request.events and not request.is_repeat:
+            request.skip()
+            return None
+        if request.is_repeat or (not self.line and self.fits(request.events, request.size)):
+            request.enter()
+            return None
+        self.full_waits += 1
+        is_making_room = self._on_full()
+        if blocking and (self.blocks or is_making_room):
+            waiting = WaitingPublisher(request)
+            self.line.append(waiting)
+            self._update_limits()
+            return waiting
+        if not self.blocks:
+            self.drop_or_enter(request)
+        return None
+
+    def wait_in_line(self, waiting: WaitingPublisher, deadline: Deadline) -> None:
+        """Wait until a request is in. Raises ``QueueFull``, ``QueueClosed``. Not under the lock."""
+        if not self.blocks and deadline.seconds is None:
+            deadline = Deadline.after(SPILL_SECONDS)
+        if not waiting.wait(deadline.left):
+            with self._lock:
+                if not waiting.is_woken:
+                    self.line.remove(waiting)
+                    self._admit_waiting()  # the next request may be smaller, and fit
+                    if not self.blocks:
+                        self.drop_or_enter(waiting.request)
+                        return
+                    name, seconds = self._settings.name, deadline.seconds
+                    raise QueueFull(f"queue {name!r} had no room for {seconds:g} s")
+        if waiting.is_refused:
+            self.check_open()
+
+    def refuse_waiting(self, producer: object) -> None:
+        """Refuse the requests of a producer that are in line."""
+        for waiting in [each for each in self.line if each.request.producer is producer]:
+            self.line.remove(waiting)
+            waiting.refuse()
+        self._admit_waiting()
+
+    def _apply_policies(
+        self, request: PublishRequest, flow: FlowControl, deadline: Deadline
+    ) -> None:
+        """Drop what sampling and load shedding drop; slow the publisher down.
+
+        The request counts the drops until it is in the queue, or given up as a whole: a request
+        that is refused for lack of room comes again.
+        """
+        interval = self._settings.sampling_interval
+        if interval > 1:
+            before, self._seen = self._seen, self._seen + request.events
+            request.dropped_by_policy[Outcome.SAMPLED] = request.keep_sample(before, interval)
+        severity, level = self._settings.discard_severity, self._discard_level
+        if severity is not None and level is not None and self._reaches(level):
+            request.dropped_by_policy[Outcome.SEVERITY] = request.keep_important(severity)
+        if request.events:
+            self._slow_down(flow, deadline)
+
+    def _slow_down(self, flow: FlowControl, deadline: Deadline) -> None:
+        """Wait until the queue is below the delay mark, first come first served."""
+        level, line = self._delay_levels[flow], self._delayed[flow]
+        if level is None or not (line or self._reaches(level)):
+            return
+        limits = [self._settings.light_delay] if flow is FlowControl.LIGHT else []
+        limits += [] if deadline.left is None else [deadline.left]
+        turn = threading.Condition(self._lock)
+        line.append(turn)
+        self._update_limits()  # or others would overtake
+        try:
+            is_below = turn.wait_for(
+                lambda: self.is_closed or (line[0] is turn and not self._reaches(level)),
+                min(limits, default=None),
+            )
+        finally:
+            line.remove(turn)
+            self._update_limits()
+            self.wake_delayed()  # the next one looks once this one is in the queue
+        if not is_below and flow is FlowControl.FULL:
+            name, seconds = self._settings.name, deadline.seconds
+            raise QueueFull(f"queue {name!r} was above full_delay_mark for {seconds:g} s")
+
+    def wake_delayed(self) -> None:
+        """Wake the first publisher of each flow control that was slowed down; all, if closed."""
+        for line in self._delayed.values():
+            for turn in line:
+                turn.notify()
+                if not self.is_closed:
+                    break
+
+    def drop_or_enter(self, request: PublishRequest) -> None:
+        """Put a request into a full queue that does not block, at the cost of events."""
+        self.check_open()
+        if self._settings.full_behavior is FullBehavior.DROP_OLDEST:
+            # Publishers that are held do not lack room: dropping events would not let them in.
+            while not self.is_held and not self.has_room(request.events, request.size):
+                if not self._evict(self._surplus_of(request)):
+                    break
+        if not self.fits(request.events, request.size):
+            room = 0 if self.is_held else max(0, self.max_events - self.events)
+            self._count_drops(Outcome.NEWEST, request.keep_first(room))
+        if not self.fits(request.events, request.size):
+            self._count_drops(Outcome.NEWEST, request.keep_first(0))
+        if request.events:
+            request.enter()
+        else:
+            request.skip()
+
+    def _surplus_of(self, request: PublishRequest) -> int:
+        """Return how many events have to go, judged by their average size."""
+        excess = self.bytes + request.size - self.max_bytes
+        by_bytes = -(-excess * self.events // max(1, self.bytes))
+        return max(1, self.events + request.events - self.max_events, by_bytes)
 
 
 Rows = npt.NDArray[np.int64]
 """Which events of a block, in order."""
 
 
-def sampled(events: int, seen: int, interval: int) -> Rows:
-    """One of ``interval`` events, counted on from ``seen`` events before."""
-    return np.arange(-seen % interval, events, interval)
+def sample_rows(events: int, before: int, interval: int) -> Rows:
+    """Return every ``interval``-th of ``events`` events, counted on from ``before`` others."""
+    return np.arange(-before % interval, events, interval)
 
 
-MAX_SEVERITY = 7
-"""Debug, as in syslog; 0 is an emergency."""
+def important_rows(block: Block, severity: int) -> Rows:
+    """Return the events that are more important than ``severity``, or have no severity.
 
-
-def check_severities(block: Block) -> None:
-    """Raise ``ValueError`` if any event's severity is not from 0 to 7."""
-    at = block.schema.get_field_index("severity")
-    if at < 0 or block.column(at).null_count == block.num_rows:
-        return
-    known = block.column(at)
-    numbers = np.asarray(known.drop_null() if known.null_count else known)
-    for worst in (int(numbers.min()), int(numbers.max())):
-        if not 0 <= worst <= MAX_SEVERITY:
-            msg = f"severity {worst} is not between 0 (emergency) and {MAX_SEVERITY} (debug)"
-            raise ValueError(msg)
-
-
-def important(block: Block, severity: int) -> Rows:
-    """All events but those as unimportant as ``severity`` or more so.
-
-    Severities count downwards: 0 is an emergency, 7 is debug. Events without one are kept.
+    Severities count downwards: 0 is an emergency, 7 is debug.
     """
     if "severity" not in block.schema.names:
         return np.arange(block.num_rows)
@@ -275,239 +467,15 @@ def important(block: Block, severity: int) -> Rows:
     return np.flatnonzero(less.fill_null(fill_value=True).to_numpy(zero_copy_only=False))
 
 
-# ── entries ──
-# What stands at a queue's door: one event, or one block of events.
-
-Annotations = tuple[str | None, Mapping[str, str] | None, int | None, str | None]
-
-
-class PublishEntry(Entry):
-    """Something a producer publishes; once ``inside``, ``ticket`` is what it has to wait for."""
-
-    def __init__(self, producer: HoldingProducer) -> None:
-        self.producer = producer
-        self.ticket: Ticket | None = None
-        self.inside = False
-        self.screened: dict[Outcome, int] = {}
-        """What the queue's policies have taken out of it, and the ledger does not know yet."""
-
-    @property
-    @abc.abstractmethod
-    def largest_event(self) -> int:
-        """The size of its largest event."""
-
-    @property
-    def is_repeat(self) -> bool:
-        """Whether the queue has all of it already."""
-        return False
-
-    def drop_repeats(self) -> None:
-        """Leave out what the queue has from this producer already."""
-
-    def check_gaps(self) -> None:
-        """Raise ``NumbersMissing`` if its producer leaves out too many numbers."""
-
-    def skip(self) -> None:
-        """Nothing of it goes in, and it need not be sent again. Under the queue's lock."""
-        self._count_screened()
-
-    def _count_screened(self) -> None:
-        for outcome, events in self.screened.items():
-            self.producer.queue.dropped_at_door(outcome, events)
-        self.screened.clear()
-
-    @abc.abstractmethod
-    def sample(self, seen: int, interval: int) -> int:
-        """Keep one of ``interval`` events; returns how many that drops."""
-
-    @abc.abstractmethod
-    def shed(self, severity: int) -> int:
-        """Drop events no more important than ``severity``; returns how many."""
-
-    @abc.abstractmethod
-    def keep(self, events: int) -> int:
-        """Keep only the first ``events``; returns how many that drops."""
-
-
-class EventEntry(PublishEntry):
-    """A single event."""
-
-    def __init__(
-        self,
-        producer: HoldingProducer,
-        value: bytes,
-        stamp: int,
-        size: int,
-        rest: Annotations,
-    ) -> None:
-        super().__init__(producer)
-        self.events = 1
-        self.size = size
-        self._value = value
-        self._stamp = stamp
-        self._rest = rest
-
-    @property
-    def largest_event(self) -> int:
-        return self.size
-
-    def enter(self) -> None:
-        queue = self.producer.queue
-        first = queue.append_event(self._value, self._stamp, self.size, self._rest)
-        self.ticket = self.producer.entered(first, first + 1)
-        self.inside = True
-        self._count_screened()
-
-    def sample(self, seen: int, interval: int) -> int:
-        return self.keep(0 if seen % interval else 1)
-
-    def shed(self, severity: int) -> int:
-        own = self._rest[2]
-        return self.keep(0 if own is not None and own >= severity else 1)
-
-    def keep(self, events: int) -> int:
-        dropped = max(0, self.events - events)
-        self.events -= dropped
-        return dropped
-
-
-_PADDING = 64
-"""Arrow rounds its buffers up to this."""
-
-
-def size_of(block: Block) -> int:
-    """The bytes of the block. Arrow's ``nbytes`` says the same, at more cost than all the rest."""
-    at = block.schema.get_field_index("value")
-    values = block.column(max(0, at))
-    if at < 0 or values.offset:
-        return block.nbytes
-    offsets = values.buffers()[1]
-    whole = offsets is not None and offsets.size < 4 * (len(values) + 1) + _PADDING
-    return block.get_total_buffer_size() if whole else block.nbytes
-
-
-class BlockEntry(PublishEntry):
-    """A block, possibly numbered by its producer so that repeats can be told."""
-
-    def __init__(
-        self, producer: HoldingProducer, block: Block, size: int, sequence: int | None
-    ) -> None:
-        super().__init__(producer)
-        self.published = Published(-1, 0, 0, 0)
-        self._sequence = sequence
-        self._end_sequence = None if sequence is None else sequence + block.num_rows
-        self._numbers: Rows | None = None
-        """Its events' sequence numbers, where they no longer follow on each other."""
-        self._block = block
-        self.events = block.num_rows
-        self.size = size
-
-    def drop_repeats(self) -> None:
-        producer_id = self.producer.hashed_id
-        if self._sequence is None or producer_id is None:
-            return
-        accepted = self.producer.queue.sequences.get(producer_id)
-        if accepted is None or self._sequence >= accepted.end:
-            return  # in order, as nearly all are
-        before = self.events
-        if self._numbers is None:
-            self._keep_missing(accepted.missing(self._sequence, self._sequence + self.events))
-        else:
-            new = np.flatnonzero(~accepted.holds(self._numbers))
-            if len(new) < self.events:
-                self._numbers = self._numbers[new]
-                self._replace(self._block.take(new))
-        repeated = self.published.repeated + before - self.events
-        self.published = self.published._replace(repeated=repeated)
-
-    def _keep_missing(self, missing: list[tuple[int, int]]) -> None:
-        """Keep the events with these numbers."""
-        assert self._sequence is not None
-        start = self._sequence
-        if len(missing) > 1:
-            self._numbers = np.concatenate([np.arange(first, end) for first, end in missing])
-            self._replace(self._block.take(self._numbers - start))
-        elif not missing:
-            self._replace(self._block.slice(0, 0))
-        elif missing[0] != (start, self._end_sequence):
-            first, end = missing[0]
-            self._sequence, self._end_sequence = first, end
-            self._replace(self._block.slice(first - start, end - first))
-
-    def check_gaps(self) -> None:
-        producer_id = self.producer.hashed_id
-        if (
-            self._sequence is None
-            or producer_id is None
-            or self.producer.gaps is not GapPolicy.KEEP
-        ):
-            return
-        accepted = self.producer.queue.sequences.get(producer_id)
-        if accepted is None or len(accepted.runs) < MAX_RUNS:
-            return
-        if self.events and accepted.is_apart(self._sequence, self._sequence + self.events):
-            raise NumbersMissing.of(self.producer.queue.name, accepted.gaps)
-
-    def _replace(self, block: Block) -> None:
-        self._block = block
-        self.events = block.num_rows
-        self.size = size_of(block)
-
-    @property
-    def largest_event(self) -> int:
-        if self.events == 1:
-            return self.size
-        return int(get_event_sizes(self._block).max(initial=0))
-
-    @property
-    def is_repeat(self) -> bool:
-        return not self.events and self.published.repeated > 0 and not self.published.dropped
-
-    def enter(self) -> None:
-        queue = self.producer.queue
-        # Again, now that it is this entry's turn: the same block may have come in by another
-        # connection while it stood in line.
-        self.drop_repeats()
-        stamp = self._number()
-        first = queue.end
-        if self.events:
-            consecutive = self._numbers is None
-            queue.append_block(self._block, self.size, stamp, consecutive=consecutive)
-        self.published = self.published._replace(first=first, accepted=self.events)
-        self.ticket = self.producer.entered(first, first + self.events)
-        self.inside = True
-        self._count_screened()
-
-    def skip(self) -> None:
-        super().skip()
-        self._number()
-
-    def _number(self) -> ProducerSequence | None:
-        producer_id = self.producer.hashed_id
-        first, end = self._sequence, self._end_sequence
-        if producer_id is None or first is None or end is None:
-            return None
-        return self.producer.queue.numbered(producer_id, first, end, self.producer.gaps)
-
-    def sample(self, seen: int, interval: int) -> int:
-        return self._keep_rows(sampled(self.events, seen, interval))
-
-    def shed(self, severity: int) -> int:
-        return self._keep_rows(important(self._block, severity))
-
-    def keep(self, events: int) -> int:
-        kept = max(0, events)
-        return self._reduce(self._block.slice(0, kept), slice(kept))
-
-    def _keep_rows(self, rows: Rows) -> int:
-        return self._reduce(self._block.take(rows), rows) if len(rows) < self.events else 0
-
-    def _reduce(self, block: Block, rows: Rows | slice) -> int:
-        dropped = self.events - block.num_rows
-        if dropped and self._sequence is not None:
-            if self._numbers is None:
-                self._numbers = np.arange(self._sequence, self._sequence + self.events)
-            self._numbers = self._numbers[rows]
-        self._replace(block)
-        self.published = self.published._replace(dropped=self.published.dropped + dropped)
-        return dropped
+def check_severities(block: Block) -> None:
+    """Raise ``ValueError`` if the severity of an event is not from 0 to 7."""
+    at = block.schema.get_field_index("severity")
+    if at < 0 or block.column(at).null_count == block.num_rows:
+        return
+    known = block.column(at)
+    numbers = np.asarray(known.drop_null() if known.null_count else known)
+    for worst in (int(numbers.min()), int(numbers.max())):
+        if not 0 <= worst <= MAX_SEVERITY:
+            raise ValueError(
+                f"severity {worst} is not between 0 (emergency) and {MAX_SEVERITY} (debug)"
+            )

@@ -1,8 +1,11 @@
-"""The one contract that every kind of queue keeps.
+"""The contract that every kind of queue keeps.
 
-A queue has two ends. A :class:`Producer` publishes and hears, in the order in which it published,
-how far its events have come. A consumer takes a :class:`Batch` and settles it: ``done()``, or
-``release()`` to have it read again. Kinds differ in where events wait, never in these rules.
+A queue has two ends. A :class:`Producer` publishes, and hears in publish order how far its events
+have come. A consumer takes a :class:`Batch` and settles it with ``done()``, or gives it back with
+``release()``. Kinds differ in where events wait, never in these rules.
+
+A proxy queue sends its events to a node. :class:`Transport` and :class:`Connection` are what it
+needs for that; clients implement them, and tests replace them.
 """
 
 from __future__ import annotations
@@ -21,14 +24,14 @@ from turnlane.runtime import Closeable
 
 
 class AckLevel(enum.StrEnum):
-    """How far an event has to come before its producer hears of it."""
+    """How far an event has come. A producer hears of it at the level that it asks for."""
 
     ACCEPTED = "accepted"
-    """The queue holds it."""
+    """The event is in the queue."""
     PERSISTED = "persisted"
-    """It would survive a crash. A queue that keeps nothing on disk says so on delivery."""
+    """The event survives a crash. A queue without a disk acks this level on delivery."""
     DELIVERED = "delivered"
-    """A consumer has settled it."""
+    """A consumer has settled the event."""
 
 
 class FullBehavior(enum.StrEnum):
@@ -40,34 +43,34 @@ class FullBehavior(enum.StrEnum):
 
 
 class Durability(enum.StrEnum):
-    """What stood behind an ack at the moment it was given."""
+    """How safe an event was when it was acked."""
 
     ALWAYS = "always"
-    """Synced to the disk before anyone was told."""
+    """Synced to the disk before the ack."""
     INTERVAL = "interval"
-    """Synced to the disk, at most one sync interval after it was accepted."""
+    """Synced to the disk, at most one sync interval after acceptance."""
     NEVER = "never"
-    """Written to the operating system: survives the process, not a power loss."""
+    """Written to the operating system: the event survives the process, not a power loss."""
     MEMORY = "memory"
-    """In memory only: gone with the process."""
+    """In memory only: the event is lost with the process."""
 
 
 class FlowControl(enum.StrEnum):
     """How a producer behaves before the queue is full."""
 
     NONE = "none"
-    """It cannot wait (UDP): published at once, up to the bound."""
+    """The source cannot wait (UDP): events are published at once, up to the bound."""
     LIGHT = "light"
-    """It can be slowed down (TCP): waits a moment above ``light_delay_mark``."""
+    """The source can be slowed down (TCP): it waits a moment above ``light_delay_mark``."""
     FULL = "full"
-    """It can wait as long as needed (files): waits above ``full_delay_mark``."""
+    """The source can wait without limit (files): it waits above ``full_delay_mark``."""
 
 
 Choice = TypeVar("Choice", bound=enum.StrEnum)
 
 
-def chosen(kind: type[Choice], knob: str, value: str) -> Choice:
-    """One of the words that may be given; ``ConfigError`` lists them."""
+def parse_choice(kind: type[Choice], knob: str, value: str) -> Choice:
+    """Return the member that a word names. Raises ``ConfigError``, which lists the words."""
     try:
         return kind(value)
     except ValueError:
@@ -77,13 +80,15 @@ def chosen(kind: type[Choice], knob: str, value: str) -> Choice:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """What a producer is told: so many more of its events, in publish order, came this far.
+    """The next events of a producer, in publish order, have reached its level.
 
-    Published events are always ``count`` plus ``dropped`` in the end, unless the queue was closed.
+    The counts of all acks add up to the number of published events, unless the queue was closed.
     """
 
     count: int
+    """How many events reached the level."""
     dropped: int
+    """How many events were dropped instead."""
     end: int
     """Every event of this producer below this offset is covered by this ack or an earlier one."""
     level: AckLevel
@@ -91,16 +96,16 @@ class Ack:
 
 
 class Published(NamedTuple):
-    """What became of a published block."""
+    """The result of publishing a block."""
 
     first: int
-    """The offset of its first event in the queue."""
+    """The offset of the first event in the queue."""
     accepted: int
-    """How many of its events are now in the queue."""
+    """How many events are in the queue now."""
     dropped: int
-    """How many the queue's policy shed."""
+    """How many events the policies of the queue dropped."""
     repeated: int
-    """How many were already there: sent again by a producer that had not heard the ack."""
+    """How many events the queue had already: the producer sent them again."""
 
 
 AckCallback = Callable[[Ack], None]
@@ -108,7 +113,7 @@ AckCallback = Callable[[Ack], None]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A batch's offsets, ``first`` to ``end - 1``, and how often it was handed out."""
+    """The offsets of a batch, ``first`` to ``end - 1``, and the number of the attempt."""
 
     first: int
     end: int
@@ -119,7 +124,7 @@ class Place:
 
 
 class Producer(Closeable):
-    """The publishing end. Safe to use from several threads; acks then cover all of them."""
+    """The publishing end. Several threads may share it; the acks then cover all of them."""
 
     @abc.abstractmethod
     def publish(
@@ -133,7 +138,7 @@ class Producer(Closeable):
         source: str | None = None,
         timeout: float | None = None,
     ) -> bool:
-        """Publish one event; true if the queue has it, false if its policy dropped it.
+        """Publish one event; true if the queue has it, false if a policy dropped it.
 
         Blocks while the queue is full, first come first served, for ``timeout`` seconds at most
         (default: the queue's ``full_timeout``), then raises ``QueueFull``. A producer whose level
@@ -162,8 +167,8 @@ class Producer(Closeable):
     ) -> Published:
         """Publish a block of events; a block larger than the queue goes in piece by piece.
 
-        ``sequence`` numbers the block's first event among all that this producer ever published:
-        what the queue already has from it is not taken twice. Blocks may come in any order;
+        ``sequence`` is the number of the first event among all events that this producer ever
+        published. The queue leaves out events that it has already. Blocks may come in any order;
         ``NumbersMissing`` if they leave too many gaps.
         """
 
@@ -173,17 +178,17 @@ class Producer(Closeable):
 
     @abc.abstractmethod
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all this producer published has reached its level; false on timeout."""
+        """Wait until all events of this producer have reached its level; false on timeout."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Stop publishing. Acks for what was published still come."""
+        """Stop publishing. Acks of published events still come."""
 
 
 class Batch(abc.ABC):
-    """Events handed to a consumer, to be settled by exactly one of its verbs.
+    """Events that a consumer holds, until it calls ``done()``, ``dead()`` or ``release()``.
 
-    As a context manager it is done when the block ends well and released when it raises.
+    As a context manager it is done when the ``with`` block ends, and released when it raises.
     """
 
     place: Place
@@ -196,27 +201,27 @@ class Batch(abc.ABC):
     @property
     @abc.abstractmethod
     def blocks(self) -> Sequence[Block]:
-        """The events as they lie in memory, never copied: :attr:`block` in pieces."""
+        """The events as they are in memory, without a copy: :attr:`block` in pieces."""
 
     @abc.abstractmethod
     def free(self) -> None:
-        """Give up the contents once somebody else has them; counts and acks stay."""
+        """Give up the contents, which are stored elsewhere; counts and acks stay."""
 
     @abc.abstractmethod
     def done(self) -> None:
-        """Settle the batch as delivered. A second call is harmless."""
+        """Settle the batch as delivered. A second call does nothing."""
 
     @abc.abstractmethod
     def dead(self) -> None:
-        """Settle the batch as undeliverable; the caller has kept it as dead letters."""
+        """Settle the batch as undeliverable; the caller has stored it as dead letters."""
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Give the batch back to be read again, its attempt counted. Not after :meth:`free`."""
+        """Give the batch back, to be handed out again. Not after :meth:`free`."""
 
     @property
     def attempt(self) -> int:
-        """1 when handed out for the first time."""
+        """How often the batch was handed out, this time included."""
         return self.place.attempt
 
     def __len__(self) -> int:
@@ -241,7 +246,7 @@ class Batch(abc.ABC):
 
 
 Consumer = Callable[[Batch], None]
-"""The passive end: takes a batch. Returning means done; raising means nothing was delivered."""
+"""Takes a batch. If it returns, the batch is done; if it raises, nothing was delivered."""
 
 
 class Queue(Closeable):
@@ -256,7 +261,7 @@ class Queue(Closeable):
         flow: FlowControl | str = FlowControl.NONE,
         producer_id: str | None = None,
     ) -> Producer:
-        """Make a producer. ``on_ack`` runs on a thread of its own, never on the publisher's.
+        """Make a producer. ``on_ack`` runs on a thread of its own, never in a publish call.
 
         Raises ``QueueClosed`` once the queue takes no more events.
         """
@@ -275,30 +280,31 @@ class Queue(Closeable):
 
     @abc.abstractmethod
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
-        """Close for good; what is left stays on disk, or is counted as dropped if in memory.
+        """Close. Remaining events stay on disk; in a queue without a disk they count as dropped.
 
         With ``drain``, first :meth:`finish` and wait until consumers have settled everything, for
         ``timeout`` seconds at most (default: ``shutdown_timeout``). Nothing is acked by a close.
-        A second call is harmless, and returns when the first has.
+        A second call does nothing, and returns when the first one does.
         """
 
     @abc.abstractmethod
     def stats(self) -> Stats:
-        """The ledger, gauges and counters at this moment."""
+        """Return the ledger, gauges and counters at this moment."""
 
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """The queue's name, for logs, metrics and the ``queue`` column."""
+        """The name of the queue, for logs, metrics and the ``queue`` column."""
 
-
-# ── stats ──
-# What a queue says of itself: the ledger, gauges, counters.
+    @property
+    @abc.abstractmethod
+    def closed(self) -> bool:
+        """Whether the queue was closed, and not merely finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A consistent picture of one queue at one moment. Gauges unless said otherwise."""
+    """The state of one queue at one moment. Fields are gauges unless marked as counters."""
 
     name: str
     kind: str
@@ -312,19 +318,19 @@ class Stats:
     in_flight: int
     """Events handed out and not yet settled."""
     blocked_publishers: int
-    """Those that wait for room, or above a delay mark."""
+    """Publishers that wait for room, or because of a delay mark."""
     memory_blocks: int
-    """Blocks held in memory, not handed out."""
+    """Blocks in memory that are not handed out."""
     pushes: int
-    """Counter: publish calls that put something into the queue."""
+    """Counter: publish calls that put events into the queue."""
     full_waits: int
     """Counter: times a publisher found the queue full."""
     releases: int
-    """Counter: batches given back to be read again."""
+    """Counter: batches that consumers gave back."""
     disk_bytes: int = 0
     """Bytes of chunk files."""
     disk_available_bytes: int | None = None
-    """What the file system still has free."""
+    """Free bytes of the file system."""
     disk_full: int = 0
     """Counter: times a write found no space."""
     disk_errors: int = 0
@@ -338,14 +344,13 @@ class Stats:
     flushes: int = 0
     """Counter: times blocks went from memory to the disk."""
     quarantined: int = 0
-    """Counter: unreadable pieces set aside."""
-
+    """Counter: unreadable pieces that were set aside."""
     trouble: str = ""
     """Why the queue cannot write to its disk; empty if it can."""
 
     @property
     def utilization(self) -> float:
-        """How full the queue is, 0 to 1, by whichever bound is nearer."""
+        """How full the queue is, 0 to 1, by the bound that is nearer."""
         ratios = [
             used / limit
             for used, limit in ((self.size, self.max_size), (self.bytes, self.max_bytes))
@@ -354,19 +359,15 @@ class Stats:
         return min(1.0, max(ratios, default=0.0))
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the stats as values for JSON."""
         return asdict(self) | {"ledger": self.ledger.as_dict(), "utilization": self.utilization}
 
 
-# ── transport ──
-# What a proxy queue needs of the way to its node: clients implement it, tests break it.
-
-
 class Progress(NamedTuple):
-    """How far the node has come with a producer's events.
+    """How far the node has come with the events of a producer.
 
-    Each is a sequence number: all events of the producer below it got there. Cumulative, so that
-    the newest report supersedes all before it.
+    Each field is a sequence number: all events of the producer below it have reached the level. A
+    report replaces all reports before it.
     """
 
     accepted: int
@@ -383,36 +384,36 @@ class Connection(Protocol):
 
     @property
     def durability(self) -> Durability:
-        """What stands behind the node's ``persisted``."""
+        """The durability of the node for the ``persisted`` level."""
 
     def send(self, sequence: int, block: Block) -> None:
         """Send a block whose first event has this number. Blocks while the node is busy.
 
-        Raises ``TransportDown``; then the node may or may not have it.
+        Raises ``TransportDown``; the node may have the block even then.
         """
 
     def urge(self) -> None:
-        """Ask the node to persist soon what was sent: somebody waits. Raises ``TransportDown``."""
+        """Ask the node to persist everything soon: a publisher waits. Raises ``TransportDown``."""
 
     def progress(self, timeout: float) -> Progress | None:
-        """Wait for news; ``None`` if there was none in time. Raises ``TransportDown``."""
+        """Wait for a report; ``None`` if none came in time. Raises ``TransportDown``."""
 
     def close(self) -> None:
-        """Let go. Whoever is inside :meth:`send` or :meth:`progress` gets ``TransportDown``.
+        """Close. Threads in :meth:`send` or :meth:`progress` get ``TransportDown``.
 
-        Called from any thread, and more than once.
+        Any thread may call it, and more than once.
         """
 
 
 class Transport(Protocol):
-    """The way to one queue of a node."""
+    """Connects to one queue of a node."""
 
     def connect(self, producer_id: str) -> Connection:
         """Open a stream for a numbered producer. Raises ``TransportDown``.
 
-        From now on the node takes nothing from earlier streams of the same producer: what they
-        still carry would get numbers that the new stream gives to other events.
+        After that the node takes nothing from earlier streams of the same producer: their events
+        would have numbers that the new stream gives to other events.
         """
 
     def get(self, max_events: int | None, timeout: float) -> Batch:
-        """Take a batch from the node's queue; ``QueueEmpty`` if there was none in time."""
+        """Take a batch from the queue of the node; ``QueueEmpty`` if none came in time."""

@@ -1,12 +1,11 @@
-"""The ``direct`` kind: a lane of length zero.
+"""The ``direct`` kind: publishing calls the consumer, on the thread of the publisher.
 
-Publishing *is* the consumer's call, on the publisher's own thread, and its failure is the
-publisher's. Nothing waits, so there is nothing to get and nothing to lose.
+An error of the consumer is an error of the publish call. Nothing waits in the queue, so there is
+nothing to get and nothing to lose. One lock guards the counters; the consumer is called without it.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping
 from typing import NoReturn
@@ -15,8 +14,9 @@ from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import BatchFreed, EventTooLarge, NotSupported, QueueClosed, RetryLater
 from turnlane.events import EVENT_OVERHEAD, Block, block_of, get_event_sizes, prepare_block
 from turnlane.ledger import Outcome, OutcomeTotals
-from turnlane.queues.acks import Dispatcher, Follower, Watermark
-from turnlane.queues.admission import check_severities, sampled
+from turnlane.logs import get_logger
+from turnlane.queues.acks import AckDispatcher, AckListener, Watermark
+from turnlane.queues.admission import check_severities, sample_rows
 from turnlane.queues.api import (
     AckCallback,
     AckLevel,
@@ -27,14 +27,14 @@ from turnlane.queues.api import (
     Published,
     Queue,
     Stats,
-    chosen,
+    parse_choice,
 )
-from turnlane.queues.buffer import BatchState, HeldBatch, Portion
-from turnlane.queues.producer import as_bytes, measured, nanoseconds
+from turnlane.queues.positions import BatchState, BufferedBatch, Positions
+from turnlane.queues.producer import as_bytes, measure_annotations, to_nanoseconds
 from turnlane.queues.settings import QueueSettings
-from turnlane.storage.positions import Positions
+from turnlane.queues.storage_api import BlockRange
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class DirectQueue(Queue):
@@ -51,21 +51,22 @@ class DirectQueue(Queue):
         self._positions = Positions()
         self._totals = OutcomeTotals()
         self._marks = {level: Watermark(level, Durability.MEMORY, 0) for level in AckLevel}
-        self._acks = Dispatcher(settings.name)
+        self._acks = AckDispatcher(settings.name)
         self._seen = 0
         self._pushes = 0
         self._releases = 0
         self._failed = 0
-        """Events whose offsets were used for nothing."""
+        """Events whose consumer failed: their offsets stay unused."""
         self._running = 0
+        """Calls of the consumer that have not ended."""
         self._returning = 0
         """Events that the consumer has settled while its call still runs."""
         self._closed = False
-        """Whether it takes no more."""
+        """Whether the queue takes no more events."""
         self._ended = False
-        """Whether it was closed; not merely finished, or draining."""
+        """Whether the queue was closed, and not merely finished or draining."""
         self._forced = 0
-        """How often it was closed without draining."""
+        """How often the queue was closed without draining."""
         self._close_ended = threading.Event()
 
     def producer(
@@ -77,55 +78,54 @@ class DirectQueue(Queue):
         producer_id: str | None = None,
     ) -> DirectProducer:
         self._check_open()
-        chosen(FlowControl, "flow", flow)  # nothing waits here, but a wrong word is still wrong
-        level = chosen(AckLevel, "ack", ack)
+        parse_choice(FlowControl, "flow", flow)  # without effect here, but it has to be valid
+        level = parse_choice(AckLevel, "ack", ack)
         if producer_id is not None:
-            msg = "a direct queue keeps nothing by which to tell a repeat"
-            raise NotSupported(msg)
+            raise NotSupported("a direct queue cannot recognize repeats: it takes no producer_id")
         if on_ack is None:
             return DirectProducer(self, level, None)
         self._acks.start()
-        return DirectProducer(self, level, Follower(on_ack))
+        return DirectProducer(self, level, AckListener(on_ack))
 
     def get(self, max_events: int | None = None, timeout: float | None = None) -> NoReturn:
         del max_events, timeout
         with self._lock:
             self._check_open()
-        msg = f"queue {self.name!r} is direct: it calls its consumer and has nothing to get"
-        raise NotSupported(msg)
+        raise NotSupported(
+            f"queue {self.name!r} is direct: it calls its consumer and has nothing to get"
+        )
 
-    def sampled(self, block: Block) -> Block:
-        """What sampling leaves of a block."""
+    def take_sample(self, block: Block) -> Block:
+        """Return the events of a block that sampling keeps."""
         interval = self.settings.sampling_interval
         with self._lock:
             self._check_open()
             seen, self._seen = self._seen, self._seen + block.num_rows
             if interval == 1:
                 return block
-            kept = block.take(sampled(block.num_rows, seen, interval))
+            kept = block.take(sample_rows(block.num_rows, seen, interval))
             self._totals.add(Outcome.SAMPLED, block.num_rows - kept.num_rows)
         return kept
 
-    def deliver(self, block: Block, level: AckLevel, follower: Follower | None) -> int:
-        """Have the consumer take a block; returns its first offset, or raises what it raised."""
+    def deliver(self, block: Block, level: AckLevel, listener: AckListener | None) -> int:
+        """Call the consumer with a block; returns its first offset, or raises the error."""
         with self._lock:
             self._check_open()
             first = self._positions.end
             self._positions.end = first + block.num_rows
             self._pushes += 1
             self._running += 1
-        batch = HeldBatch(self, Portion(first, first + block.num_rows, 0, [block]))
+        batch = BufferedBatch(self, BlockRange(first, first + block.num_rows, 0, [block]))
         try:
             self._consumer(batch)
             if batch.state is BatchState.RELEASED:
-                msg = f"the consumer of queue {self.name!r} gave the events back"
-                raise RetryLater(msg)
+                raise RetryLater(f"the consumer of queue {self.name!r} gave the events back")
             batch.done()
         finally:
-            self._settle(batch, level, follower)
+            self._settle(batch, level, listener)
         return first
 
-    def _settle(self, batch: HeldBatch, level: AckLevel, follower: Follower | None) -> None:
+    def _settle(self, batch: BufferedBatch, level: AckLevel, listener: AckListener | None) -> None:
         with self._lock:
             place = batch.place
             self._positions.settle(place.first, place.end)
@@ -136,8 +136,8 @@ class DirectQueue(Queue):
                 self._releases += 1
             else:
                 self._returning -= len(place)
-                if follower is not None:
-                    self._marks[level].follow(follower, place.first, place.end)
+                if listener is not None:
+                    self._marks[level].listen(listener, place.first, place.end)
             for mark in self._marks.values():
                 self._acks.send(mark.advance(self._positions.low))
             self._running -= 1
@@ -146,32 +146,30 @@ class DirectQueue(Queue):
         if last:
             self._acks.stop(self.settings.shutdown_timeout)
 
-    def free_batch(self, batch: HeldBatch) -> None:
-        """Give up a batch's contents."""
-        batch.freed = True
-        batch.portion.pieces = None
+    def free_batch(self, batch: BufferedBatch) -> None:
+        """Give up the contents of a batch."""
+        batch.is_freed = True
+        batch.events.blocks = None
 
-    def settle_batch(self, batch: HeldBatch, outcome: Outcome) -> None:
+    def settle_batch(self, batch: BufferedBatch, outcome: Outcome) -> None:
         """Count a batch as delivered or dead, once."""
         with self._lock:
-            if batch.state is BatchState.OUT:
+            if batch.state is BatchState.IN_FLIGHT:
                 batch.state = BatchState.SETTLED
                 self._returning += len(batch)
                 self._totals.add(outcome, len(batch))
 
-    def release_batch(self, batch: HeldBatch) -> None:
-        """Refuse a batch: the publisher will hear of it."""
-        if batch.freed:
-            msg = f"batch {batch.place.first} was freed and cannot be released"
-            raise BatchFreed(msg)
+    def release_batch(self, batch: BufferedBatch) -> None:
+        """Refuse a batch: the publisher gets ``RetryLater``."""
+        if batch.is_freed:
+            raise BatchFreed(f"batch {batch.place.first} was freed and cannot be released")
         with self._lock:
-            if batch.state is BatchState.OUT:
+            if batch.state is BatchState.IN_FLIGHT:
                 batch.state = BatchState.RELEASED
 
     def _check_open(self) -> None:
         if self._closed:
-            msg = f"queue {self.name!r} is closed"
-            raise QueueClosed(msg)
+            raise QueueClosed(f"queue {self.name!r} is closed")
 
     def finish(self) -> None:
         with self._lock:
@@ -188,26 +186,30 @@ class DirectQueue(Queue):
             first, self._ended = not self._ended, True
             running = self._running
         if first:
-            if not running:  # otherwise the last of them sees to it, once its own ack is sent
+            if not running:  # otherwise the last call does it, once its own ack is sent
                 self._acks.stop(self.settings.shutdown_timeout)
             self._close_ended.set()
-        elif not self._acks.is_here():
+        elif not self._acks.is_current_thread():
             self._close_ended.wait()
 
     def _drain(self, limit: float) -> None:
-        """Wait until no consumer runs, or somebody does not care; under the lock."""
+        """Wait until no consumer runs, or another close does not wait. Under the lock."""
         before = self._forced
         if not self._idle.wait_for(lambda: not self._running or self._forced > before, limit):
             count = self._positions.pending
-            log.warning("queue %s: %d events are left after draining %g s", self.name, count, limit)
+            log.warning("queue.drain_timed_out", queue=self.name, seconds=limit, events=count)
 
     @property
     def name(self) -> str:
         return self.settings.name
 
+    @property
+    def closed(self) -> bool:
+        return self._ended
+
     def stats(self) -> Stats:
         with self._lock:
-            # Offsets of failed publishes were used but their events never accepted.
+            # Failed publishes used offsets, but their events were never accepted.
             pending = self._positions.pending - self._returning
             return Stats(
                 name=self.name,
@@ -229,10 +231,10 @@ class DirectQueue(Queue):
 class DirectProducer(Producer):
     """Publishes by calling the consumer. Every level is reached when publish returns."""
 
-    def __init__(self, queue: DirectQueue, level: AckLevel, follower: Follower | None) -> None:
+    def __init__(self, queue: DirectQueue, level: AckLevel, listener: AckListener | None) -> None:
         self._queue = queue
         self._level = level
-        self._follower = follower
+        self._listener = listener
         self._closed = False
 
     def publish(
@@ -246,10 +248,12 @@ class DirectProducer(Producer):
         source: str | None = None,
         timeout: float | None = None,
     ) -> bool:
-        del timeout  # there is nothing to wait for but the consumer itself
+        del timeout  # nothing waits here but the consumer itself
         value = as_bytes(value)
-        self._check_size(len(value) + EVENT_OVERHEAD + measured(key, headers, severity, source))
-        stamp = self._queue.time_ns() if timestamp is None else nanoseconds(timestamp)
+        self._check_size(
+            len(value) + EVENT_OVERHEAD + measure_annotations(key, headers, severity, source)
+        )
+        stamp = self._queue.time_ns() if timestamp is None else to_nanoseconds(timestamp)
         block = block_of(
             [value],
             timestamps=stamp // 1000,
@@ -284,8 +288,7 @@ class DirectProducer(Producer):
     ) -> Published:
         del timeout
         if sequence is not None:
-            msg = "a sequence needs a producer made with producer_id"
-            raise ValueError(msg)
+            raise ValueError("a sequence needs a producer made with producer_id")
         block = prepare_block(block, self._queue.time_ns)
         check_severities(block)
         self._check_size(int(get_event_sizes(block).max(initial=0)))
@@ -297,15 +300,13 @@ class DirectProducer(Producer):
     def _check_size(self, largest: int) -> None:
         limit = self._queue.settings.max_event_bytes
         if largest > limit:
-            msg = f"an event of {largest} bytes exceeds max_event_bytes {limit}"
-            raise EventTooLarge(msg)
+            raise EventTooLarge(f"an event of {largest} bytes exceeds max_event_bytes {limit}")
 
     def _deliver(self, block: Block) -> Published:
         if self._closed:
-            msg = f"this producer of queue {self._queue.name!r} is closed"
-            raise QueueClosed(msg)
-        kept = self._queue.sampled(block)
-        first = self._queue.deliver(kept, self._level, self._follower) if kept.num_rows else -1
+            raise QueueClosed(f"this producer of queue {self._queue.name!r} is closed")
+        kept = self._queue.take_sample(block)
+        first = self._queue.deliver(kept, self._level, self._listener) if kept.num_rows else -1
         return Published(first, kept.num_rows, block.num_rows - kept.num_rows, 0)
 
     def flush(self, timeout: float | None = None) -> bool:

@@ -1,466 +1,638 @@
-"""The ``disk`` kind: an append-only log under a tail in memory, with group commit.
+"""The ``disk`` kind: an append-only log under the buffer in memory, with group commit.
 
-Publishers put events into memory and go on; the writer writes what has gathered, syncs as
-``durability`` says, and only then moves the ``persisted`` watermark. While it syncs, the next group
-gathers, so the more publishers wait, the more of them share a sync. A consumer that keeps up is
-served from the tail and never reads the disk.
+Publishers append to memory and go on. One thread, the *writer*, writes the gathered events, syncs
+as ``durability`` says, and only then reports them as persisted. While it syncs, the next group
+gathers: the more publishers wait, the more of them share a sync. A consumer that keeps up is served
+from memory and never reads the disk.
+
+A disk that fails or is full makes the queue full, not broken: publishers wait, reading and acks go
+on, and the writer tries again until it succeeds.
+
+Threads: only the writer commits to the store and removes segments. Consumers read the log, and
+append acks to the journal, which has a lock of its own. What the writer knows of the queue it
+learns under the lock of the queue, on whose condition ``work`` it waits; it holds no lock while it
+writes or syncs. Durability: a segment is removed only after the acks of its events are synced.
+
+:class:`LogStorage` has everything that :class:`DiskStorage` shares with
+:class:`turnlane.queues.disk_assisted.SpillStorage`; a subclass says what to write, and when.
 """
 
 from __future__ import annotations
 
-import atexit
-import logging
+import abc
 import math
-import os
+import threading
 import time
-from collections import deque
-from dataclasses import replace
-from weakref import WeakSet
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from turnlane.clock import SYSTEM_CLOCK, Clock
+import pyarrow as pa
+
 from turnlane.errors import EventsLost, StorageFailed
 from turnlane.events import Block
+from turnlane.intervals import Span, count_offsets
 from turnlane.ledger import Outcome
+from turnlane.logs import get_logger
 from turnlane.queues.api import AckLevel, Durability, Stats
-from turnlane.queues.buffer import Portion
-from turnlane.queues.disk_writer import Job, WrittenQueue
 from turnlane.queues.settings import QueueSettings
+from turnlane.queues.storage_api import (
+    BlockRange,
+    LostRange,
+    Storage,
+    StorageHost,
+    StoredState,
+    TakeBatch,
+)
+from turnlane.retry import doubled
 from turnlane.storage.disk_io import Disk
-from turnlane.storage.reader import StoredEvents, UnreadableRange
-from turnlane.storage.unwritten_sequences import SequencedRange
+from turnlane.storage.producer_sequences import SequencedRange
+from turnlane.storage.reader import UnreadableRange
+from turnlane.storage.store import Store, StoreSettings
 
-# ── stored ──
-# What the kinds with a disk have in common beside their writer: reading, acks, closing.
+log = get_logger(__name__)
 
-log = logging.getLogger(__name__)
+TRANSIENT = (OSError, MemoryError)
+"""The errors after which the writer tries again."""
+FIRST_RETRY = 0.02
+LAST_RETRY = 1.0
+"""Seconds between attempts to write to a disk that fails, doubling from one to the other."""
 
 HANG_SECONDS = 10.0
-"""How long after ``shutdown_timeout`` a disk that does nothing is waited for on close."""
+"""How long after ``shutdown_timeout`` a close waits for a disk that does nothing."""
 
 LOOK_SECONDS = 0.05
-"""How soon a ``done()`` that waits for the writer finds out that the disk fails."""
+"""How soon a ``done()`` that waits for the writer notices that the disk fails."""
 
 MANY_FAILURES = 3
-"""A disk that has failed so often in a row is not waited for; once may be a sync to be mended."""
+"""A ``done()`` does not wait for a disk that failed this often in a row. One failure may be a sync,
+which the writer can repair."""
 
 JOIN_BYTES = 256 * 1024
 """Frames are joined to a batch up to this size: beyond it copying costs more than another batch."""
 
+TIDY_SECONDS = 1.0
+"""How often to tidy up if every write is synced anyway."""
 
-_OPEN: WeakSet[StoredQueue] = WeakSet()
+GATHER_SECONDS = 0.005
+GATHER_SLICE = 0.0005
+"""How long the writer waits for publishers to share a sync, and how often it looks."""
+
+JOB_BYTES = 16 << 20
+"""The most that is written at once: publishers that wait for a sync would wait for all of it."""
 
 
-@atexit.register
-def _close_all() -> None:
-    """A program that ends without closing its queues loses nothing that it published."""
-    for queue in list(_OPEN):
-        if not queue.closed:
-            log.warning("queue %s was not closed; closing it at exit", queue.name)
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """What the writer does in one round."""
+
+    ranges: Sequence[BlockRange]
+    sync: bool
+    tidy: bool
+    """Whether to sync the journal, record drops and remove segments as well."""
+    before: Callable[[], None] | None = None
+    """Called first, without the lock."""
+    retire: bool = False
+    """Whether everything in the log is settled, so that it can start over."""
+
+
+class LogStorage(Storage):
+    """A store, the thread that writes to it, and reading and acks.
+
+    The fields are guarded by the lock of the queue, except where a comment says otherwise.
+    """
+
+    def __init__(self, settings: QueueSettings, disk: Disk | None = None) -> None:
+        self._settings = settings
+        self._name = settings.name
+        self._disk = disk or Disk()
+        self.durability = Durability(settings.durability)
+        self.store = Store.open(_store_settings(settings), self._disk)
+        self.failure = ""
+        """How the last attempt to write failed; empty if it succeeded."""
+        self.wants_next_event = False
+        """Whether the writer sleeps until the next event comes."""
+        self._work: threading.Condition
+        self._is_stopping = False
+        self._is_urgent = False
+        """Whether a publisher waits for a sync."""
+        self._tidied_at = time.monotonic()
+        self._tidy_not_before = 0.0
+        """Tidying up failed: the time of the next attempt."""
+        self._give_up_at: float | None = None
+        self._failures = 0
+        """Attempts to write that failed in a row."""
+        self._oldest_segment_end = 0
+        """The end of the oldest segment that may be removed."""
+        self._drops: Counter[Outcome] = Counter()
+        """Events that policies dropped and the journal does not count yet."""
+        self._has_unsynced_acks = False
+        self._flushes = 0
+        self._fetching = threading.Lock()
+        """Held while a consumer reads: a close lets it finish before it closes the files."""
+        self._is_closed = False
+        self._writer = threading.Thread(
+            target=self._run, name=f"turnlane-writer-{settings.name}", daemon=True
+        )
+
+    # ── what a kind decides ─────────────────────────────────────────────────────────────────────
+
+    @abc.abstractmethod
+    def _next_job(self) -> WriteJob:
+        """Wait on ``_work`` until there is something to do, and return it. Under the lock."""
+
+    @abc.abstractmethod
+    def _on_committed(self) -> None:
+        """The ranges of a job are in the log. Under the lock."""
+
+    @abc.abstractmethod
+    def _count_unwritten(self) -> int:
+        """Return how many events would be lost if the writer stopped now. Under the lock."""
+
+    @abc.abstractmethod
+    def _must_publishers_wait(self, *, failing: bool) -> bool:
+        """Whether publishers wait for the writer, or for a failing disk. Under the lock."""
+
+    def _drop_settled_unwritten(self) -> list[BlockRange]:
+        """Forget ranges that are settled and need not be written; returns them. Under the lock."""
+        return []
+
+    # ── opening ─────────────────────────────────────────────────────────────────────────────────
+
+    def recover(self) -> StoredState:
+        store, state = self.store, self.store.recovered
+        return StoredState(
+            queue_id=store.queue_id,
+            low=state.low if state.found else store.log.start,
+            end=store.log.end,
+            settled=state.settled,
+            returned=state.returned,
+            totals=state.totals,
+            sequences=store.restore_sequences(),
+            columns={field.name: field.type for field in store.log.schema},
+            bytes=store.unsettled_bytes,
+        )
+
+    def start(self, host: StorageHost, take: TakeBatch) -> None:
+        super().start(host, take)
+        self._work = threading.Condition(host.lock)
+        with host.lock:
+            self._update_oldest_segment()
+            self._report_persisted()  # what an earlier process has synced
+        self._writer.start()
+
+    # ── the writer ──────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            while self._run_job():
+                pass
+        except Exception as error:
+            log.exception("queue.writer_died", queue=self._name, error=error)
+            failure = StorageFailed(f"queue {self._name!r} failed, its writer died of {error!r}")
+            failure.__cause__ = error
+            with self._host.lock:
+                self.failure = str(error) or repr(error)
+                self._host.fail(failure, AckLevel.PERSISTED)
+
+    def _run_job(self) -> bool:
+        """Do one job; false when there will be no more."""
+        try:
+            with self._host.lock:
+                job = self._next_job()
+                # A job that began before the close may leave something unsynced: one more follows.
+                is_last = self._is_stopping
+            if job.before is not None:
+                job.before()
+            self.store.commit(job.ranges, sync=job.sync)
+            self._flushes += bool(job.ranges)
+            self.store.record_position(self._host.admission.bytes)
+        except TRANSIENT as error:
+            return self._handle_failure(error)
+        has_more = self._handle_success()
+        if job.tidy or job.retire:
+            self._try_to_tidy(retire=job.retire)
+        return has_more or not is_last
+
+    def _handle_success(self) -> bool:
+        """Report what the job wrote; true if there is more to write."""
+        self._failures = 0
+        with self._host.lock:
+            self.failure = ""
+            for first, end in self.store.take_lost_ranges():
+                self._host.lose(first, end)
+            self._report_persisted()
+            self._on_committed()
+            self._host.hold_publishers(hold=self._must_publishers_wait(failing=False))
+            self._update_oldest_segment()
+            return self._count_unwritten() > 0
+
+    def _handle_failure(self, error: Exception) -> bool:
+        """Keep publishers out, make space if possible, wait; false to give up at a close."""
+        with self._host.lock:
+            if not self.failure:
+                log.warning(
+                    "queue.write_failed", queue=self._name, error=error, hint="publishers wait"
+                )
+            self.failure = str(error) or repr(error)
+            self._host.hold_publishers(hold=self._must_publishers_wait(failing=True))
+            if self._give_up_at is not None and time.monotonic() > self._give_up_at:
+                return False
+        if not self._make_space():
+            with self._host.lock:
+                self._failures += 1
+                self._work.wait(doubled(FIRST_RETRY, LAST_RETRY, self._failures))
+        return True
+
+    def _make_space(self) -> bool:
+        """Remove everything that is settled, even the active segment if nothing in it is needed."""
+        host = self._host
+        with host.lock:
+            is_all_settled = host.positions.is_settled(host.positions.low, self.store.log.end)
+            spared = self._drop_settled_unwritten()
+        try:
+            for each in spared:
+                self.store.remember_sequences(each.sequences)
+            self.store.record_position(host.admission.bytes)
+            if is_all_settled:
+                self.store.log.close_active_segment()
+            return self._remove_settled_segments() or bool(spared)
+        except OSError as error:
+            log.debug("queue.make_space_failed", queue=self._name, error=error)
+            return False
+
+    def _report_persisted(self) -> None:
+        """Report how far the log is safe. Under the lock."""
+        self._host.mark_persisted(self._find_safe_end())
+
+    def _find_safe_end(self) -> int:
+        """Return how far everything is on disk, as durability defines it. Under the lock."""
+        written = self.store.log
+        return written.end if self.durability is Durability.NEVER else written.synced_end
+
+    # ── tidying up ──────────────────────────────────────────────────────────────────────────────
+
+    def _try_to_tidy(self, *, retire: bool) -> None:
+        """Do the work that can wait. After a failure the writer tries it again later."""
+        try:
+            if retire:
+                self.store.log.close_active_segment()
+            self._record_drops()
+            self._sync_acks()
+            self._remove_settled_segments()
+            self._tidied_at = time.monotonic()
+            # Arrow's pool keeps what joining blocks took for this thread, which may now be idle.
+            pa.default_memory_pool().release_unused()
+        except TRANSIENT as error:
+            self._tidy_not_before = time.monotonic() + LAST_RETRY
+            log.warning("queue.tidy_failed", queue=self._name, error=error)
+        with self._host.lock:
+            self._update_oldest_segment()
+
+    def _record_drops(self) -> None:
+        with self._host.lock:
+            drops = self._drops.copy()
+        for outcome, events in drops.items():
+            self.store.journal.record_dropped(outcome, events)
+            with self._host.lock:
+                self._drops -= Counter({outcome: events})
+
+    def _sync_acks(self) -> None:
+        with self._host.lock:
+            is_needed, self._has_unsynced_acks = self._has_unsynced_acks, False
+        if is_needed and self.durability is not Durability.NEVER:
             try:
-                queue.close()
-            except EventsLost:
-                log.exception("queue %s did not close well", queue.name)
+                self.store.journal.sync()
+            except OSError:
+                self._has_unsynced_acks = True
+                raise
 
+    def _remove_settled_segments(self) -> bool:
+        with self._host.lock:
+            segments = self.store.find_settled_segments(self._host.positions.is_settled)
+        if segments:
+            self.store.remove_segments(segments)
+        return bool(segments)
 
-os.register_at_fork(after_in_child=_OPEN.clear)  # they are the parent's to close
+    def _update_oldest_segment(self) -> None:
+        spans = self.store.log.list_inactive_segments()
+        self._oldest_segment_end = spans[0].end if spans else 1 << 62
 
+    def _can_remove_segment(self) -> bool:
+        """Whether the oldest segment is settled. Under the lock."""
+        is_settled = self._host.positions.low >= self._oldest_segment_end
+        return is_settled and time.monotonic() >= self._tidy_not_before
 
-class StoredQueue(WrittenQueue):
-    """A queue with a directory of its own, which no other process may use meanwhile."""
+    def _is_untidy(self) -> bool:
+        """Whether there is something to tidy up. Under the lock."""
+        return self._has_unsynced_acks or bool(self._drops)
 
-    def __init__(
-        self, settings: QueueSettings, *, clock: Clock = SYSTEM_CLOCK, disk: Disk | None = None
-    ) -> None:
-        super().__init__(settings, clock=clock, disk=disk)
-        self._reload(self.positions.pending)
+    # ── events from the queue ───────────────────────────────────────────────────────────────────
 
-    def _reload(self, pending: int) -> None:
-        """Take over what the store says was there."""
-        self.types.update((field.name, field.type) for field in self.store.log.schema)
-        size = self.store.unsettled_bytes
-        for first, end, attempt in self.store.returned_ranges:
-            share = size * (end - first) // max(1, pending)
-            charged = self.storage_is_charged
-            with self.lock:
-                self.give_back(Portion(first, end, share, None, attempt, charged=charged))
+    def on_growth(self) -> None:
+        if self.wants_next_event:
+            self.wants_next_event = False
+            self._host.update_threshold()
+            self._work.notify()
 
-    storage_is_charged = True
-    """Whether what is on disk counts against the bounds."""
+    def on_settled(self, settled: BlockRange, fresh: Sequence[Span], outcome: Outcome) -> None:
+        del settled, fresh, outcome
+        if self.wants_next_event or self.failure or self._can_remove_segment():
+            self._work.notify()
 
-    def start(self) -> None:
-        super().start()
-        _OPEN.add(self)
+    def on_refused(self, outcome: Outcome, events: int) -> None:
+        self._drops[outcome] += events
+        if self.wants_next_event:
+            self._work.notify()
 
-    # ── hooks ────────────────────────────────────────────────────────────────────────────────
+    # ── acks ────────────────────────────────────────────────────────────────────────────────────
 
-    def heed(self) -> None:
-        super().heed()
-        if self.idle:
-            self.idle = False
-            self.rest_heed()
-            self.work.notify()
-
-    def is_restless(self) -> bool:
-        return self.idle
-
-    def settled(self) -> None:
-        if self.idle or self.troubled or self.can_retire():
-            self.work.notify()
-
-    def record_settled(self, portion: Portion, outcome: Outcome) -> None:
+    def settle(self, settled: BlockRange, outcome: Outcome) -> None:
         if not outcome.is_drop:
-            self._write_numbered(portion)
-        self.store.journal.record_settled(portion.first, portion.end, portion.size, outcome)
-        portion.recorded = True
+            self._await_written_sequences(settled)
+        self.store.journal.record_settled(settled.first, settled.end, settled.size, outcome)
+        settled.is_recorded = True
         if self.durability is not Durability.ALWAYS:
-            self._acks_unsynced = True
+            self._has_unsynced_acks = True
 
-    def _write_numbered(self, portion: Portion) -> None:
-        """Have in the log what must be there for these to be settled with all their numbers.
+    def _await_written_sequences(self, settled: BlockRange) -> None:
+        """Wait until the log has the numbered events that must be in it before these are settled.
 
-        Otherwise, after a kill, their producer would have to send older ones again, and these with
-        them. Not while the disk goes on failing, for acks go on then. Not under the lock.
+        Otherwise a producer would have to send older events again after a kill, and these with
+        them. Not while the disk keeps failing, because acks go on then.
         """
-        mark = self.watermarks[AckLevel.PERSISTED]
-        while end := self.store.journal.find_unsafe_end(portion.first, portion.end):
-            with self.lock:
-                ticket = mark.ticket(end, end) if self._can_write() else None
-                if ticket is None:
+        host = self._host
+        while end := self.store.journal.find_unsafe_end(settled.first, settled.end):
+            with host.lock:
+                if not self._can_write() or end <= host.persisted.position:
                     return
-                self.urge(mark.level)
-            if not ticket.wait(LOOK_SECONDS):
-                with self.lock:
-                    mark.withdraw(ticket)
+            host.wait_persisted(end, LOOK_SECONDS)
 
     def _can_write(self) -> bool:
-        return self._writer.is_alive() and not self.stopping and self._failures < MANY_FAILURES
+        is_failing = self._failures >= MANY_FAILURES
+        return self._writer.is_alive() and not self._is_stopping and not is_failing
 
-    def sync_settled(self) -> None:
-        if self.durability is Durability.ALWAYS:
-            self.store.journal.sync()
-
-    def sync_dropped(self) -> None:
-        try:
-            self.sync_settled()
-        except OSError as error:
-            # They were promised to nobody: the writer tries again.
-            self._acks_unsynced = True
-            log.warning("queue %s: drops are not synced yet: %s", self.name, error)
-
-    def record_returned(self, portion: Portion) -> None:
-        try:
-            self.store.journal.record_returned(portion.first, portion.end, portion.attempt)
-        except OSError as error:
-            # Only the count of attempts suffers, and only if the queue is restarted before the
-            # batch is settled.
-            log.warning("queue %s: attempt not recorded: %s", self.name, error)
-
-    def dropped_at_door(self, outcome: Outcome, events: int) -> None:
-        super().dropped_at_door(outcome, events)
-        if events:
-            self._drops[outcome] += events
-            if self.idle:
-                self.work.notify()
-
-    def fetch(self, portion: Portion) -> Portion | None:
-        pieces: list[Block] = []
-        at = portion.first
-        try:
-            while at < portion.end:
-                found = self.store.fetch(at, portion.end)
-                if isinstance(found, StoredEvents):
-                    end = at + found.block.num_rows
-                    large = portion.size * (end - portion.first) >= JOIN_BYTES * len(portion)
-                    if large and pieces:
-                        break  # the reader still holds this frame: it is the next batch
-                    pieces.append(found.block)
-                    at = end
-                    if large:
-                        break
-                elif pieces:
-                    break
-                else:
-                    self._lose(portion, found.first, min(found.end, portion.end), found.outcome)
-                    at = min(found.end, portion.end)
-                    portion.head(at - portion.first)
-        except BaseException as error:
-            with self.lock:
-                self.give_back(portion)
-            if not isinstance(error, OSError):
+    def sync_settled(self, *, now: bool = False) -> None:
+        if now:
+            self._sync_acks()
+        elif self.durability is Durability.ALWAYS:
+            try:
+                self.store.journal.sync()
+            except OSError:
+                self._has_unsynced_acks = True  # the writer tries again
                 raise
-            msg = f"queue {self.name!r} cannot read offset {at}: {error}"
-            raise StorageFailed(msg) from error
-        return self._cut(portion, at, pieces) if pieces else None
 
-    def _lose(self, portion: Portion, first: int, end: int, outcome: Outcome) -> None:
-        """Offsets cannot be read, and never will be: settle what of them was not settled."""
-        with self.lock:
-            spans = self.positions.unsettled(first, end)
-        for start, stop in spans:
-            share = portion.size * (stop - start) // len(portion)
-            lost = Portion(start, stop, share, None, charged=portion.charged)
-            self.record_settled(lost, outcome)
-            self.sync_settled()
-            with self.lock:
-                for span in self.positions.unsettled(start, stop):
-                    part = lost.part(*span)
-                    self.settle_portion(part, outcome, *part.charge)
-            log.error("queue %s: offsets %d to %d are %s", self.name, start, stop - 1, outcome)
-
-    def _cut(self, portion: Portion, at: int, pieces: list[Block]) -> Portion:
-        """What was found; the rest of the portion is still to be read."""
-        if at < portion.end:
-            head = portion.head(at - portion.first)
-            with self.lock:
-                # As if it had not been asked for: the next batch need not end where this one would.
-                is_fresh = portion.attempt == 1 and self.positions.leave(portion.first, portion.end)
-                if not is_fresh:
-                    self.give_back(portion)
-            portion = head
-        portion.pieces = pieces
-        return portion
-
-    def read_stored(self, first: int, end: int) -> tuple[int, Block] | None:
-        while first < end:
-            found = self.store.visit(first, end)
-            if not isinstance(found, UnreadableRange):
-                return found
-            # Nobody ever will read it: whoever waited for it would wait for ever.
-            self.settle(first, min(found.end, end), found.outcome)
-            first = found.end
-        return None
-
-    def close_storage(self) -> None:
-        with self.lock:
-            self.stopping = True
-            self._give_up_at = time.monotonic() + self.settings.shutdown_timeout
-            self.work.notify()
-        self._await_writer()
-        with self.lock:
-            unwritten = self.left_over() or self._unsynced()
+    def give_back(self, returned: BlockRange) -> None:
         try:
-            self._note_drops()  # the writer may have left before it saw the last of them
-            if not self._give_up_rest() and not unwritten:
-                # Otherwise their producers may send again what was given up, or may be lost yet.
-                self.store.journal.remember_sequences(self.sequences)
+            self.store.journal.record_returned(returned.first, returned.end, returned.attempt)
+        except OSError as error:
+            # Only the count of attempts is wrong, and only if the queue is opened again before
+            # the batch is settled.
+            log.warning("queue.attempt_not_recorded", queue=self._name, error=error)
+
+    # ── reading ─────────────────────────────────────────────────────────────────────────────────
+
+    def fetch(self, wanted: BlockRange) -> list[Block] | LostRange:
+        blocks: list[Block] = []
+        at = wanted.first
+        with self._fetching:
+            while at < wanted.end and not self._is_closed:
+                found = self.store.fetch(at, wanted.end)
+                if isinstance(found, UnreadableRange):
+                    if blocks:
+                        break
+                    return LostRange(*found)
+                end = at + found.block.num_rows
+                is_large = wanted.size * (end - wanted.first) >= JOIN_BYTES * len(wanted)
+                if is_large and blocks:
+                    break  # the reader still has this frame: it is the next batch
+                blocks.append(found.block)
+                at = end
+                if is_large:
+                    break
+        return blocks
+
+    def read(self, first: int, end: int) -> tuple[int, Block] | LostRange | None:
+        found = self.store.visit(first, end)
+        return LostRange(*found) if isinstance(found, UnreadableRange) else found
+
+    # ── closing ─────────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        limit = self._settings.shutdown_timeout
+        with self._host.lock:
+            self._is_stopping = True
+            self._give_up_at = time.monotonic() + limit
+            self._work.notify()
+        self._await_writer()
+        with self._host.lock:
+            unwritten = self._count_unwritten() or self._count_unsynced()
+        try:
+            self._record_drops()  # the writer may have ended before it saw the last of them
+            with self._host.lock:
+                dropped = self._host.drop_unstored(self.store.log.end)
+            for first, end in dropped:
+                self.store.journal.record_settled(first, end, 0, Outcome.CLOSED)
+            if not dropped and not unwritten:
+                # Otherwise producers may have to send events again that were dropped or lost.
+                self.store.journal.remember_sequences(self._host.sequences)
             self.store.journal.snapshot()
         except OSError as error:
-            log.warning("queue %s: journal not tidied on close: %s", self.name, error)
+            log.warning("queue.journal_not_tidied", queue=self._name, error=error)
         finally:
-            # Whoever is reading from the disk at this moment has been told; let them finish.
-            done = self._getting.acquire(timeout=self.settings.shutdown_timeout)
+            has_finished = self._fetching.acquire(timeout=limit)
+            self._is_closed = True
             self.store.close()
-            if done:
-                self._getting.release()
+            if has_finished:
+                self._fetching.release()
         if unwritten:
-            msg = f"queue {self.name!r} could not write {unwritten} accepted events on close"
-            raise EventsLost(msg)
+            raise EventsLost(
+                f"queue {self._name!r} could not write {unwritten} accepted events on close"
+            )
 
     def _await_writer(self) -> None:
-        """Let the writer finish, for as long as it gets any further.
+        """Let the writer finish, as long as it makes progress.
 
-        One that hangs in the disk is left behind, and with it the files, open as they are.
+        A writer that hangs in the disk is left behind, and the files stay open.
         """
         written = self.store.log
         reached = None
         while self._writer.is_alive() and reached != (written.end, written.synced_end):
             reached = (written.end, written.synced_end)
-            self._writer.join(self.settings.shutdown_timeout + HANG_SECONDS)
+            self._writer.join(self._settings.shutdown_timeout + HANG_SECONDS)
         if self._writer.is_alive():
-            with self.lock:
-                count = self.left_over() or self._unsynced()
-            msg = f"queue {self.name!r} hangs in its disk, with {count} accepted events unwritten"
-            raise EventsLost(msg)
+            with self._host.lock:
+                count = self._count_unwritten() or self._count_unsynced()
+            raise EventsLost(
+                f"queue {self._name!r} hangs in its disk, with {count} accepted events unwritten"
+            )
 
-    def _unsynced(self) -> int:
-        spans = self.positions.unsettled(self.safe_end(), self.store.log.end)
-        return sum(end - first for first, end in spans)
+    def _count_unsynced(self) -> int:
+        return count_offsets(
+            self._host.positions.find_unsettled(self._find_safe_end(), self.store.log.end)
+        )
 
-    def _give_up_rest(self) -> bool:
-        """Count what is neither settled nor on disk as dropped; true if there is any."""
-        with self.lock:
-            spans = self.positions.unsettled(self.store.log.end, self.positions.end)
-            spans += [
-                (batch.portion.first, batch.portion.end)
-                for batch in self.out.values()
-                if batch.freed and batch.portion.charged and not self.storage_is_charged
-            ]
-            for first, end in spans:
-                self.totals.add(Outcome.CLOSED, self.positions.settle(first, end))
-        for first, end in spans:
-            self.store.journal.record_settled(first, end, 0, Outcome.CLOSED)
-        return bool(spans)
-
-    def stats(self) -> Stats:
-        return replace(super().stats(), disk_available_bytes=self.store.free_bytes(self.disk))
-
-    def describe(self) -> Stats:
+    def describe(self, stats: Stats) -> Stats:
+        store = self.store
         return replace(
-            super().describe(),
-            disk_bytes=self.store.log.bytes,
-            disk_full=self.store.full_total,
-            disk_errors=self.store.errors_total,
-            syncs=self.store.syncs_total,
-            meta_syncs=self.store.journal.syncs,
-            rotations=self.store.log.rotations,
+            stats,
+            disk_bytes=store.log.bytes,
+            disk_available_bytes=store.free_bytes(self._disk),
+            disk_full=store.full_total,
+            disk_errors=store.errors_total,
+            syncs=store.syncs_total,
+            meta_syncs=store.journal.syncs,
+            rotations=store.log.rotations,
             flushes=self._flushes,
-            quarantined=self.store.quarantined_total,
-            trouble=self.trouble if self.troubled else "",
+            quarantined=store.quarantined_total,
+            trouble=self.failure,
         )
 
 
-TIDY_SECONDS = 1.0
-"""How often to tidy up when every write is synced anyway."""
+def _store_settings(settings: QueueSettings) -> StoreSettings:
+    assert settings.path is not None, "the settings of a disk queue have a path"
+    return StoreSettings(
+        path=settings.path,
+        name=settings.name,
+        segment_size=settings.chunk_size,
+        compression=settings.compression.value,
+        durable=settings.durability is not Durability.NEVER,
+        max_unsynced_bytes=min(settings.memory_bytes, settings.max_bytes or settings.memory_bytes),
+    )
 
-GATHER_SECONDS = 0.005
-GATHER_SLICE = 0.0005
-"""How long the writer waits for publishers to share a sync, and in which steps it looks."""
 
-JOB_BYTES = 16 << 20
-"""The most that is written at once: more would only make those wait who wait for a sync."""
+class DiskStorage(LogStorage):
+    """Everything accepted is written; events acked as ``persisted`` survive any crash."""
 
-
-class DiskQueue(StoredQueue):
-    """Everything accepted is written; what is acked ``persisted`` survives any crash."""
-
-    def __init__(
-        self, settings: QueueSettings, *, clock: Clock = SYSTEM_CLOCK, disk: Disk | None = None
-    ) -> None:
-        super().__init__(settings, clock=clock, disk=disk)
-        self._unwritten: deque[Portion] = deque()
+    def __init__(self, settings: QueueSettings, disk: Disk | None = None) -> None:
+        super().__init__(settings, disk)
+        self._unwritten: deque[BlockRange] = deque()
         self._unwritten_bytes = 0
         self._synced_at = -math.inf
-        self._together = 1
-        """How many publishers were waiting for the last sync, or came while it ran."""
-        self._gathering = False
-        pending = self.positions.pending
-        self.gate.charge(pending, self.store.unsettled_bytes if pending else 0)
-        self.start()
+        self._group_size = 1
+        """How many publishers waited for the last sync, or came while it ran."""
+        self._is_gathering = False
 
-    def sealed(self, portion: Portion) -> None:
-        # A copy: consumers cut pieces off the one in the tail.
-        self._unwritten.append(portion.copy())
-        for stamp in portion.sequences:
-            numbered = SequencedRange(portion.first, portion.end, stamp, portion.consecutive)
+    def on_sealed(self, sealed: BlockRange) -> None:
+        # A copy: consumers cut pieces off the range in the buffer.
+        self._unwritten.append(sealed.copy())
+        for numbers in sealed.sequences:
+            numbered = SequencedRange(sealed.first, sealed.end, numbers, sealed.is_consecutive)
             self.store.journal.unwritten_sequences.add(numbered)
-        self._unwritten_bytes += portion.size
-        if self._unwritten_bytes >= self.settings.write_buffer:
-            self.work.notify()
-            if self.must_wait(failing=False):
-                self.gate.hold(held=True)
+        self._unwritten_bytes += sealed.size
+        if self._unwritten_bytes >= self._settings.write_buffer:
+            self._work.notify()
+            if self._must_publishers_wait(failing=False):
+                self._host.hold_publishers(hold=True)
 
-    def makes_room(self) -> bool:
-        return self.gate.held and not self.troubled
+    def make_room(self) -> bool:
+        return self._host.admission.is_held and not self.failure
 
-    def must_wait(self, *, failing: bool) -> bool:
-        return failing or self._unwritten_bytes >= self.settings.memory_bytes
+    def _must_publishers_wait(self, *, failing: bool) -> bool:
+        return failing or self._unwritten_bytes >= self._settings.memory_bytes
 
-    # ── when and what to write ───────────────────────────────────────────────────────────────
-
-    def next_job(self) -> Job:
-        while (pause := self._due_in()) is None or pause > 0:
-            self.idle = pause is None
-            self.rest_heed()
-            self.work.wait(pause)
-            self.idle = False
-        self.rest_heed()
-        if self.urgent:
-            self._gather()
-        return self._job()
-
-    def _gather(self) -> None:
-        """Let those who shared the last sync share the next, as long as they keep coming.
-
-        Without this the first to come back would get a sync of its own, and all others wait for it.
-        """
-        mark = self.watermarks[AckLevel.PERSISTED]
-        until = time.monotonic() + GATHER_SECONDS
-        seen = -1
-        self._gathering = True
-        while seen < mark.waiting < self._together and time.monotonic() < until:
-            seen = mark.waiting
-            self.work.wait(GATHER_SLICE)
-        self._gathering = False
+    # ── when and what to write ──────────────────────────────────────────────────────────────────
 
     def urge(self, level: AckLevel) -> None:
         if level is AckLevel.PERSISTED:
-            self.urgent = True
-            if not self._gathering or self.watermarks[level].waiting >= self._together:
-                self.work.notify()
+            self._is_urgent = True
+            if not self._is_gathering or self._host.persisted.waiters >= self._group_size:
+                self._work.notify()
+
+    def _next_job(self) -> WriteJob:
+        while (pause := self._due_in()) is None or pause > 0:
+            self.wants_next_event = pause is None
+            self._host.update_threshold()
+            self._work.wait(pause)
+            self.wants_next_event = False
+        self._host.update_threshold()
+        if self._is_urgent:
+            self._gather_publishers()
+        return self._make_job()
+
+    def _gather_publishers(self) -> None:
+        """Let the publishers that shared the last sync share the next, while they keep coming.
+
+        Otherwise the first that comes back would get a sync of its own, and all others would wait
+        for it.
+        """
+        host = self._host
+        until = time.monotonic() + GATHER_SECONDS
+        seen = -1
+        self._is_gathering = True
+        while seen < host.persisted.waiters < self._group_size and time.monotonic() < until:
+            seen = host.persisted.waiters
+            self._work.wait(GATHER_SLICE)
+        self._is_gathering = False
 
     def _due_in(self) -> float | None:
-        """Seconds until there is something to do; ``None`` if nothing is known of."""
-        if self.stopping or self.urgent or self.troubled or self.can_retire():
+        """Return the seconds until there is something to do; ``None`` if nothing is known."""
+        if self._is_stopping or self._is_urgent or self.failure or self._can_remove_segment():
             return 0.0
-        if self._unwritten_bytes >= self.settings.write_buffer:
+        if self._unwritten_bytes >= self._settings.write_buffer:
             return 0.0
         due = self._synced_at + self._interval()
-        if not self._has_unsynced():
-            if not self.untidy():
+        has_unsynced = self.store.log.has_unsynced or self._unwritten or self._host.unsealed_events
+        if not has_unsynced:
+            if not self._is_untidy():
                 return None
             due = max(due, self._tidying_time())
         return max(0.0, due - time.monotonic())
-
-    def _has_unsynced(self) -> bool:
-        return self.store.log.has_unsynced or bool(self._unwritten or self.tail.open.values)
 
     def _interval(self) -> float:
         if self.durability is Durability.ALWAYS:
             return 0.0
         if self.durability is Durability.NEVER:
-            return self.settings.stale_flush
-        return min(self.settings.sync_interval, self.settings.stale_flush)
-
-    def _job(self) -> Job:
-        """Everything gathered, and what belongs to the interval if that is over."""
-        due = time.monotonic() >= self._synced_at + self._interval()
-        if due or self.urgent or self.stopping:
-            self.tail.seal()
-        portions: list[Portion] = []
-        size = 0
-        for portion in self._unwritten:
-            if portions and size + portion.size > JOB_BYTES:
-                break
-            portions.append(portion)
-            size += portion.size
-        if due:
-            self._synced_at = time.monotonic()
-        whole = len(portions) == len(self._unwritten)
-        sync = self.durability is not Durability.NEVER and (due or self.urgent or self.stopping)
-        tidy = self.stopping or self.can_retire() or (due and self._is_tidying_time())
-        return Job(portions, sync=sync, tidy=tidy and whole)
-
-    def _is_tidying_time(self) -> bool:
-        return time.monotonic() >= self._tidying_time()
+            return self._settings.stale_flush
+        return min(self._settings.sync_interval, self._settings.stale_flush)
 
     def _tidying_time(self) -> float:
-        return max(self.tidied_at + (self._interval() or TIDY_SECONDS), self.tidy_again_at)
+        return max(self._tidied_at + (self._interval() or TIDY_SECONDS), self._tidy_not_before)
 
-    def committed(self) -> None:
-        mark = self.watermarks[AckLevel.PERSISTED]
-        self.urgent = mark.waiting > 0
-        self._together = mark.served + mark.waiting
+    def _make_job(self) -> WriteJob:
+        """Return everything that has gathered, and the work of the interval if that is over."""
+        now = time.monotonic()
+        is_due = now >= self._synced_at + self._interval()
+        must_sync = is_due or self._is_urgent or self._is_stopping
+        if must_sync:
+            self._host.seal_open_block()
+        ranges: list[BlockRange] = []
+        size = 0
+        for each in self._unwritten:
+            if ranges and size + each.size > JOB_BYTES:
+                break
+            ranges.append(each)
+            size += each.size
+        if is_due:
+            self._synced_at = now
+        tidy = (
+            self._is_stopping
+            or self._can_remove_segment()
+            or (is_due and now >= self._tidying_time())
+        )
+        return WriteJob(
+            ranges,
+            sync=must_sync and self.durability is not Durability.NEVER,
+            tidy=tidy and len(ranges) == len(self._unwritten),
+        )
+
+    def _on_committed(self) -> None:
+        host = self._host
+        self._is_urgent = host.persisted.waiters > 0
+        self._group_size = host.persisted.served + host.persisted.waiters
         end = self.store.log.end
         while self._unwritten and self._unwritten[0].end <= end:
             self._unwritten_bytes -= self._unwritten.popleft().size
-        self.store.journal.unwritten_sequences.forget_below(self.safe_end())
-        self._evict_tail(end)
+        self.store.journal.unwritten_sequences.forget_below(self._find_safe_end())
+        host.trim_buffer(end, self._settings.memory_bytes)
 
-    def _evict_tail(self, written: int) -> None:
-        """Keep the tail within its bound; what leaves it is on disk."""
-        while self.tail.bytes > self.settings.memory_bytes:
-            oldest = self.tail.oldest()
-            if oldest is None or oldest.end > written:
-                return
-            self.tail.drop_oldest()
-
-    def spare(self) -> list[Portion]:
-        spared: list[Portion] = []
+    def _drop_settled_unwritten(self) -> list[BlockRange]:
+        dropped: list[BlockRange] = []
         unwritten = self._unwritten
-        while unwritten and self.positions.is_settled(unwritten[0].first, unwritten[0].end):
-            spared.append(unwritten.popleft())
-            self._unwritten_bytes -= spared[-1].size
-        return spared
+        while unwritten and self._host.positions.is_settled(unwritten[0].first, unwritten[0].end):
+            dropped.append(unwritten.popleft())
+            self._unwritten_bytes -= dropped[-1].size
+        return dropped
 
-    def left_over(self) -> int:
-        return sum(map(len, self._unwritten)) + len(self.tail.open)
+    def _count_unwritten(self) -> int:
+        return sum(map(len, self._unwritten)) + self._host.unsealed_events

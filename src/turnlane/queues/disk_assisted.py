@@ -1,55 +1,60 @@
 """The ``disk_assisted`` kind: a memory queue that spills its oldest blocks to disk when it fills.
 
-Invariant, from which order follows: of the events not settled, those below the log's end are on
-disk and the others in memory. So reading the disk first and the memory after is reading in order,
-whatever spilled when.
+Invariant, from which the order of events follows: of the unsettled events, those below the end of
+the log are on disk and the others are in memory. So reading the disk first and the memory after it
+is reading in order, at any time.
 
-Three ways into disk assistance: the high watermark is reached (then the oldest go to disk until
-the low watermark), data is found on disk at the start, the queue is closed (then everything goes).
-One way out: all that is on disk is settled; the files go, and the queue is a memory queue again.
+Three ways into disk assistance: the high watermark is reached (then the oldest events go to disk
+until the low watermark), data is found on disk at the start, or the queue is closed (then all of it
+goes to disk). One way out: everything on disk is settled. Then the files are removed, and the queue
+is a memory queue again.
+
+The journal hears only of events that are on disk. Acks of other events are kept as
+:class:`PendingAcks` until events behind them are spilled: then the journal has to know them, or
+after a kill it could not tell settled events from lost ones.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from turnlane.clock import SYSTEM_CLOCK, Clock
-from turnlane.intervals import RangeSet
+from turnlane.intervals import RangeSet, Span
 from turnlane.ledger import Outcome
+from turnlane.logs import get_logger
 from turnlane.queues.api import Durability
-from turnlane.queues.buffer import BatchState, HeldBatch, Portion
-from turnlane.queues.disk import StoredQueue
-from turnlane.queues.disk_writer import Job
+from turnlane.queues.disk import LogStorage, WriteJob
 from turnlane.queues.settings import QueueSettings
+from turnlane.queues.storage_api import BlockRange
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.journal import Journal
 
-# ── untold ──
-# What was settled without ever touching the disk, which the journal has still to be told.
-#
-# As long as nothing else goes to disk, nobody has to know. Before anything does, the journal
-# hears
-# of all that came before it, so that it counts every event once and under its first outcome.
+log = get_logger(__name__)
+
+SPILL_BYTES = 16 << 20
+"""The most that is spilled at once."""
 
 
-class Untold:
-    """Settled ranges by outcome. Thread-safe; its lock is taken after a queue's own."""
+class PendingAcks:
+    """Acks of events that never reached the disk and are not in the journal yet.
+
+    Before anything goes to disk, the journal hears of all of them, so that it counts every event
+    once, under its first outcome. Thread-safe; its lock is taken after the lock of the queue.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ranges: dict[Outcome, RangeSet] = {}
 
     def add(self, first: int, end: int, outcome: Outcome) -> None:
-        """Note that ``[first, end)`` is settled, which it was not before."""
+        """Add a range that was not settled before."""
         with self._lock:
             self._ranges.setdefault(outcome, RangeSet()).add(first, end)
 
-    def tell(self, journal: Journal) -> None:
-        """Tell the journal everything. On ``OSError``: call it again, for twice is harmless."""
+    def record(self, journal: Journal) -> None:
+        """Record all of them. After an ``OSError`` call it again: twice does no harm."""
         with self._lock:
             for outcome, ranges in self._ranges.items():
                 for first, end in ranges:
@@ -57,218 +62,164 @@ class Untold:
             self._ranges.clear()
 
 
-log = logging.getLogger(__name__)
+class SpillStorage(LogStorage):
+    """Bounded in memory, and beyond that by the disk. A kill loses only the events in memory."""
 
-SPILL_BYTES = 16 << 20
-"""The most that is spilled at once."""
+    charges_stored = False
 
-
-class DiskAssistedQueue(StoredQueue):
-    """Bounded in memory, and beyond that by the disk. A kill loses what is in memory, no more."""
-
-    storage_is_charged = False
-
-    def __init__(
-        self, settings: QueueSettings, *, clock: Clock = SYSTEM_CLOCK, disk: Disk | None = None
-    ) -> None:
-        super().__init__(settings, clock=clock, disk=disk)
-        marks = settings.marks
-        assert marks.high is not None, "settings see to it"
-        assert marks.low is not None, "settings see to it"
-        self._high, self._low = self.gate.level(marks.high), self.gate.level(marks.low)
-        self._spilling = False
+    def __init__(self, settings: QueueSettings, disk: Disk | None = None) -> None:
+        super().__init__(settings, disk)
+        self._high_mark = self._level_of(settings.marks.high)
+        self._low_mark = self._level_of(settings.marks.low)
+        self._is_spilling = False
         self._spill_end = self.store.log.end
-        """Events below this offset are on disk, or being written at this moment."""
-        self._untold = Untold()
+        """Events below this offset are on disk, or are being written at this moment."""
+        self._pending_acks = PendingAcks()
         self._synced_at = -math.inf
-        self.start()
 
-    @property
-    def assisted(self) -> bool:
-        """Whether there is anything on disk."""
-        return self.positions.low < self.store.log.end
+    def _level_of(self, mark: int | None) -> tuple[int, int]:
+        """Return a mark in events, and its share of the bound in bytes."""
+        size, max_bytes = self._settings.size, self._settings.max_bytes
+        assert mark is not None, "the settings of this kind have both watermarks"
+        assert size is not None, "the settings of this kind have both bounds"
+        assert max_bytes is not None, "the settings of this kind have both bounds"
+        return mark, max_bytes * mark // size
 
-    def grown(self) -> None:
-        if self.gate.reaches(self._high):
-            self.crowded()
-
-    def heed(self) -> None:
-        super().heed()
-        self.grown()
-
-    def crowded(self) -> None:
-        if not self._spilling:
-            self._spilling = True
-            self.work.notify()
-
-    def makes_room(self) -> bool:
-        return not self.troubled
-
-    def must_wait(self, *, failing: bool) -> bool:
-        del failing  # a disk that fails leaves a memory queue, which is full when it is full
-        return False
-
-    def stored_portion(self, first: int, end: int) -> Portion:
-        return Portion(first, end, 0, None, charged=False)
-
-    def evict(self, events: int) -> bool:
-        """Drop the oldest unread events in memory: those on disk take no room there."""
-        if self.tail.oldest() is None:
-            self.tail.seal()
-        while (oldest := self.tail.oldest()) is not None and not oldest.charged:
-            self.tail.drop_oldest()
-        if oldest is None:
-            return False
-        portion = self.tail.take(oldest.first, min(oldest.end, oldest.first + events))
-        return self.drop_oldest(portion)
-
-    # ── when and what to write ───────────────────────────────────────────────────────────────
-
-    def next_job(self) -> Job:
-        while (pause := self._due_in()) is None or pause > 0:
-            self.work.wait(pause)
-        return self._job()
-
-    def _due_in(self) -> float | None:
-        if self.stopping or self._spilling or self._can_end() or self.can_retire():
-            return 0.0
-        if not self.store.log.has_unsynced and not self.untidy():
-            return None
-        return max(0.0, self._synced_at + self.settings.sync_interval - time.monotonic())
+    def _has_stored(self) -> bool:
+        """Whether the queue is disk-assisted: unsettled events are on disk."""
+        return self._host.positions.low < self.store.log.end
 
     def _can_end(self) -> bool:
-        """Whether disk assistance is over: there are files, and all in them is settled."""
-        return bool(self.store.log.list_segments()) and not self.assisted
+        """Whether disk assistance is over: there are files, and everything in them is settled."""
+        return bool(self.store.log.list_segments()) and not self._has_stored()
 
-    def _job(self) -> Job:
-        due = time.monotonic() >= self._synced_at + self.settings.sync_interval
-        if due:
+    # ── events from the queue ───────────────────────────────────────────────────────────────────
+
+    def on_growth(self) -> None:
+        fill = self._host.admission
+        if fill.events >= self._high_mark[0] or fill.bytes >= self._high_mark[1]:
+            self._start_spilling()
+
+    def _start_spilling(self) -> None:
+        if not self._is_spilling:
+            self._is_spilling = True
+            self._work.notify()
+
+    def make_room(self) -> bool:
+        self._start_spilling()
+        return not self.failure
+
+    def _must_publishers_wait(self, *, failing: bool) -> bool:
+        del failing  # without its disk the queue is a memory queue, which is full when it is full
+        return False
+
+    def on_settled(self, settled: BlockRange, fresh: Sequence[Span], outcome: Outcome) -> None:
+        if not settled.is_recorded:
+            for first, end in fresh:
+                self._pending_acks.add(first, end, outcome)
+            if settled.first < self._spill_end:
+                # It went to disk between done() and here: without a record it would come again.
+                try:
+                    self._record_pending_acks()
+                except OSError as error:
+                    log.warning("queue.ack_not_recorded", queue=self._name, error=error)
+        super().on_settled(settled, fresh, outcome)
+        self._report_persisted()
+        if self._can_end():
+            self._work.notify()
+
+    # ── acks ────────────────────────────────────────────────────────────────────────────────────
+
+    def _record_pending_acks(self) -> None:
+        self._pending_acks.record(self.store.journal)
+
+    def settle(self, settled: BlockRange, outcome: Outcome) -> None:
+        if settled.first < self._spill_end:
+            self._record_pending_acks()  # parts may be settled by offset, with another outcome
+            super().settle(settled, outcome)
+
+    def give_back(self, returned: BlockRange) -> None:
+        if returned.first < self._spill_end:
+            super().give_back(returned.slice(returned.first, min(returned.end, self._spill_end)))
+
+    def _find_safe_end(self) -> int:
+        """Return how far everything is on disk or settled; freed events are neither."""
+        freed = [first for first, _ in self._host.freed_ranges()]
+        return min([super()._find_safe_end(), *freed])
+
+    # ── when and what to write ──────────────────────────────────────────────────────────────────
+
+    def _next_job(self) -> WriteJob:
+        while (pause := self._due_in()) is None or pause > 0:
+            self._work.wait(pause)
+        return self._make_job()
+
+    def _due_in(self) -> float | None:
+        """Return the seconds until there is something to do; ``None`` if nothing is known."""
+        is_now = self._is_stopping or self._is_spilling or self._can_end()
+        if is_now or self._can_remove_segment():
+            return 0.0
+        if not self.store.log.has_unsynced and not self._is_untidy():
+            return None
+        return max(0.0, self._synced_at + self._settings.sync_interval - time.monotonic())
+
+    def _make_job(self) -> WriteJob:
+        is_due = time.monotonic() >= self._synced_at + self._settings.sync_interval
+        if is_due:
             self._synced_at = time.monotonic()
-        spill = self._spilling or (self.stopping and self.settings.save_on_shutdown)
-        portions = self._oldest() if spill else []
-        if portions:
-            self._spill_end = portions[-1].end
-            self._tell_attempts(portions)
+        spill = self._is_spilling or (self._is_stopping and self._settings.save_on_shutdown)
+        ranges = self._choose_oldest() if spill else []
+        if ranges:
+            self._spill_end = ranges[-1].end
+            self._record_attempts(ranges)
         else:
-            self._spilling = False
-        sync = self.durability is Durability.ALWAYS or due or self.stopping
-        return Job(
-            portions,
+            self._is_spilling = False
+        sync = self.durability is Durability.ALWAYS or is_due or self._is_stopping
+        has_acks_to_record = ranges or self._is_stopping or self._has_stored()
+        return WriteJob(
+            ranges,
             sync=sync and self.durability is not Durability.NEVER,
-            tidy=due or self.stopping or self.can_retire(),
-            before=self._tell_journal if portions or self.stopping or self.assisted else None,
+            tidy=is_due or self._is_stopping or self._can_remove_segment(),
+            before=self._record_pending_acks if has_acks_to_record else None,
             retire=self._can_end(),
         )
 
     def _surplus(self) -> tuple[int, int]:
-        """How many events and bytes are to leave memory: all, if anybody waits for room."""
-        if self.stopping or self.gate.line:
-            return self.gate.depth, self.gate.bytes
-        return self.gate.depth - self._low.events, self.gate.bytes - self._low.bytes
+        """Return how many events and bytes leave memory: all, if publishers wait for room."""
+        fill = self._host.admission
+        if self._is_stopping or fill.has_waiting_line:
+            return fill.events, fill.bytes
+        return fill.events - self._low_mark[0], fill.bytes - self._low_mark[1]
 
-    def _oldest(self) -> list[Portion]:
-        """The surplus, from the oldest events in memory on; handed out ones are among them."""
-        self.tail.seal()
+    def _choose_oldest(self) -> list[BlockRange]:
+        """Return the surplus, from the oldest events in memory on; batches in flight included."""
         surplus, surplus_bytes = self._surplus()
-        chosen: list[Portion] = []
+        chosen: list[BlockRange] = []
         size = 0
-        for portion in sorted(self._in_memory(), key=lambda each: each.first):
+        for each in self._host.ranges_in_memory(self.store.log.end):
             if surplus <= 0 and surplus_bytes <= size:
                 break
-            if chosen and size + portion.size > SPILL_BYTES:
+            if chosen and size + each.size > SPILL_BYTES:
                 break
-            chosen.append(portion)
-            surplus -= len(portion)
-            size += portion.size
+            chosen.append(each)
+            surplus -= len(each)
+            size += each.size
         return chosen
 
-    def _in_memory(self) -> Iterable[Portion]:
-        """Copies of all that is not settled and not on disk."""
-        out = (
-            batch.portion
-            for batch in self.out.values()
-            if batch.state in (BatchState.OUT, BatchState.SETTLING) and not batch.freed
-        )
-        on_disk = self.store.log.end
-        for portion in (*out, *self.returned, *self.tail):
-            if portion.charged and portion.end > on_disk:
-                rest = portion.copy()
-                if rest.first < on_disk:
-                    rest.head(on_disk - rest.first)
-                yield rest
-
-    def _tell_journal(self) -> None:
-        self._untold.tell(self.store.journal)
-
-    def _tell_attempts(self, portions: Sequence[Portion]) -> None:
-        """Have what was given back come with its attempt after a restart, too. Under the lock."""
-        again = [portion for portion in portions if portion.attempt > 1]
+    def _record_attempts(self, ranges: Sequence[BlockRange]) -> None:
+        """Record how often ranges were handed out, so that a restart does not forget it."""
+        again = [each for each in ranges if each.attempt > 1]
         if again:
-            self._tell_journal()  # or what was settled before them would seem missing
-        for portion in again:
-            self.store.journal.record_returned(portion.first, portion.end, portion.attempt)
+            self._record_pending_acks()  # or events settled before them would seem missing
+        for each in again:
+            self.store.journal.record_returned(each.first, each.end, each.attempt)
 
-    def record_returned(self, portion: Portion) -> None:
-        # Of what is in memory only, the journal must not know: it could not tell, after a kill,
-        # what was settled from what is lost.
-        if portion.first < self._spill_end:
-            super().record_returned(portion.part(portion.first, min(portion.end, self._spill_end)))
+    def _on_committed(self) -> None:
+        """Events on disk take no room in memory any more."""
+        self._host.release_memory(self.store.log.end)
+        self._is_spilling = self._is_spilling and max(self._surplus()) > 0
 
-    def record_settled(self, portion: Portion, outcome: Outcome) -> None:
-        if portion.first < self._spill_end:
-            self._tell_journal()  # parts of it may be settled by offset, otherwise than now
-            super().record_settled(portion, outcome)
-
-    def settle_portion(self, portion: Portion, outcome: Outcome, events: int, size: int) -> None:
-        if not portion.recorded:
-            self._note_untold(portion, outcome)
-        super().settle_portion(portion, outcome, events, size)
-
-    def _note_untold(self, portion: Portion, outcome: Outcome) -> None:
-        for span in self.positions.unsettled(portion.first, portion.end):
-            self._untold.add(*span, outcome)
-        if portion.first < self._spill_end:
-            # It went to disk between done() and here: without a word it would come again.
-            try:
-                self._tell_journal()
-            except OSError as error:
-                log.warning("queue %s: an ack is not recorded yet: %s", self.name, error)
-
-    def safe_end(self) -> int:
-        """As far as everything is on disk or settled; what was freed is neither."""
-        freed = [
-            batch.portion.first
-            for batch in self.out.values()
-            if batch.freed and batch.portion.charged
-        ]
-        return min([super().safe_end(), *freed])
-
-    def committed(self) -> None:
-        """What is on disk takes no room in memory any more."""
-        end = self.store.log.end
-        while (oldest := self.tail.oldest()) is not None and oldest.end <= end:
-            self.refund(*self.tail.drop_oldest().charge)
-        for portion in self.returned:
-            if portion.charged and portion.end <= end:
-                self.refund(*portion.charge)
-                portion.charged, portion.pieces = False, None
-        for batch in self.out.values():
-            if batch.portion.charged and batch.portion.end <= end and not batch.freed:
-                self._uncharge(batch)
-        self._spilling = self._spilling and max(self._surplus()) > 0
-
-    def _uncharge(self, batch: HeldBatch) -> None:
-        batch.portion.charged = False
-        events, size = batch.charged_events, batch.charged_bytes
-        batch.charged_events = batch.charged_bytes = 0
-        self.refund(events, size)
-
-    def settled(self) -> None:
-        super().settled()
-        self.advance_persisted()
-        if self._can_end():
-            self.work.notify()
-
-    def left_over(self) -> int:
-        self.tail.seal()
-        return sum(map(len, self._in_memory())) if self.settings.save_on_shutdown else 0
+    def _count_unwritten(self) -> int:
+        if not self._settings.save_on_shutdown:
+            return 0
+        return sum(map(len, self._host.ranges_in_memory(self.store.log.end)))

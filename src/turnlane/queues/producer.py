@@ -1,150 +1,282 @@
-"""The producer of the holding kinds, with the one path in turnlane that is per event."""
+"""The publishing end of a buffered queue: the producer and its requests.
+
+Publishing a single event is the only path in turnlane that runs once per event. The fast path in
+:meth:`BufferedProducer.publish` therefore does under the lock what several parts of the queue do
+otherwise: it compares the fill level with the :class:`FastPathLimits` of its flow control, appends
+to the lists of the open block, and counts. It calls nothing but these appends until the open block
+reaches ``notify_threshold``. Everything else (policies, flow control, a full queue, large events)
+makes one of the comparisons false and goes through a :class:`PublishRequest`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import operator
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 
-from turnlane.errors import AckPending, EventTooLarge, QueueClosed, QueueFull, StorageFailed
-from turnlane.events import EVENT_OVERHEAD, MAX_BLOCK_BYTES, Block, add_timestamps, prepare_block
-from turnlane.queues.acks import Follower, Ticket, Watermark
+from turnlane.errors import (
+    AckPending,
+    EventTooLarge,
+    NumbersMissing,
+    QueueClosed,
+    QueueFull,
+    StorageFailed,
+)
+from turnlane.events import (
+    EVENT_OVERHEAD,
+    MAX_BLOCK_BYTES,
+    Block,
+    add_timestamps,
+    get_event_sizes,
+    prepare_block,
+)
+from turnlane.queues.acks import AckListener, AckWaiter
 from turnlane.queues.admission import (
     MAX_SEVERITY,
-    BlockEntry,
-    Calm,
-    EventEntry,
-    PublishEntry,
-    Waiter,
+    NO_DEADLINE,
+    Deadline,
+    FastPathLimits,
+    PublishRequest,
+    Rows,
     check_severities,
-    size_of,
+    important_rows,
+    sample_rows,
 )
 from turnlane.queues.api import AckCallback, AckLevel, FlowControl, Producer, Published
-from turnlane.queues.policies import FOR_EVER, Patience
-from turnlane.storage.producer_sequences import GapPolicy
+from turnlane.queues.state import Annotations, QueueState
+from turnlane.storage.frames import ProducerSequence
+from turnlane.storage.producer_sequences import MAX_RUNS, GapPolicy
 
-if TYPE_CHECKING:
-    from turnlane.queues.core import Intake
-
-# ── pieces ──
-# A block that goes into a queue piece by piece: how much of it is inside, and how far that is.
-
-
-class Pieces:
-    """The pieces of a block that are inside, in order."""
-
-    def __init__(self) -> None:
-        self.published = Published(-1, 0, 0, 0)
-        self._tickets: list[Ticket] = []
-
-    def add(self, entry: BlockEntry) -> None:
-        """The next piece is inside, or was dropped by the queue's policy."""
-        one, other = self.published, entry.published
-        self.published = Published(
-            one.first if one.first >= 0 else other.first,
-            one.accepted + other.accepted,
-            one.dropped + other.dropped,
-            one.repeated + other.repeated,
-        )
-        if entry.ticket is not None:
-            entry.ticket.leave()  # whoever is woken after it must not wait for the other pieces
-            self._tickets.append(entry.ticket)
-
-    @property
-    def events(self) -> int:
-        """How many events need not come again."""
-        return self.published.accepted + self.published.dropped + self.published.repeated
-
-    @property
-    def last(self) -> Ticket | None:
-        """The ticket that is reached after all others; nobody waits on it."""
-        return self._tickets[-1] if self._tickets else None
-
-    @property
-    def reached(self) -> bool:
-        """Whether all have come as far as their producer wants."""
-        return all(ticket.reached for ticket in self._tickets)
-
-    @property
-    def lost(self) -> bool:
-        """Whether any was dropped instead, of those that were reached."""
-        return any(ticket.lost for ticket in self._tickets)
-
-
-# ── values ──
-# One event as a publisher gives it: checked and measured before it goes anywhere.
+_PADDING = 64
+"""Arrow rounds the size of its buffers up to a multiple of this."""
 
 _MAX_MICROSECONDS = (1 << 63) // 1000
-"""Timestamps are carried in nanoseconds, which have to fit 64 bits."""
+"""Timestamps are carried in nanoseconds, which have to fit into 64 bits."""
 
 
-def as_bytes(value: object) -> bytes:
-    """An event's value, which nobody else can change any more."""
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value)
-    msg = f"an event's value is bytes, not {type(value).__name__}; encode it first"
-    raise TypeError(msg)
-
-
-def nanoseconds(timestamp: int) -> int:
-    """A timestamp in microseconds as the queue carries it."""
-    if not -_MAX_MICROSECONDS < operator.index(timestamp) < _MAX_MICROSECONDS:
-        msg = f"timestamp {timestamp} is no number of microseconds since the epoch"
-        raise ValueError(msg)
-    return timestamp * 1000
-
-
-def measured(
-    key: str | None,
-    headers: Mapping[str, str] | None,
-    severity: int | None,
-    source: str | None,
-) -> int:
-    """The size of an event's optional columns.
-
-    Encoding here, and not only when the block is sealed, gives a wrong type or a lone surrogate
-    back to the publisher who sent it instead of to the thread that seals everybody's events.
-    """
-    size = 0 if key is None else _encoded("key", key)
-    if source is not None:
-        size += _encoded("source", source)
-    if headers is not None:
-        if not isinstance(headers, Mapping):
-            msg = f"headers are a mapping of text to text, not {type(headers).__name__}"
-            raise TypeError(msg)
-        for name, text in headers.items():
-            size += _encoded("a header's name", name) + _encoded(f"header {name!r}", text) + 8
-    if isinstance(severity, bool):
-        msg = "severity is a number, not a bool"
-        raise TypeError(msg)
-    if severity is not None and not 0 <= operator.index(severity) <= MAX_SEVERITY:
-        msg = f"severity {severity} is not between 0 (emergency) and {MAX_SEVERITY} (debug)"
-        raise ValueError(msg)
-    return size
-
-
-def _encoded(what: str, text: object) -> int:
-    """The bytes that a text takes."""
-    if not isinstance(text, str):
-        msg = f"{what} is text, not {type(text).__name__}"
-        raise TypeError(msg)
-    return len(text.encode())
-
-
-def hashed(producer_id: str) -> bytes:
-    """A producer's id as the log keeps it."""
+def hash_producer_id(producer_id: str) -> bytes:
+    """Return the key under which the log and the journal keep a producer."""
     return hashlib.sha256(producer_id.encode()).digest()[:16]
 
 
-class HoldingProducer(Producer):
-    """Publishes into a queue that holds events. Safe to share between threads."""
+def size_of(block: Block) -> int:
+    """Return the bytes of a block, as ``nbytes`` does, which costs more than all the rest."""
+    at = block.schema.get_field_index("value")
+    values = block.column(max(0, at))
+    if at < 0 or values.offset:
+        return block.nbytes
+    offsets = values.buffers()[1]
+    is_whole = offsets is not None and offsets.size < 4 * (len(values) + 1) + _PADDING
+    return block.get_total_buffer_size() if is_whole else block.nbytes
+
+
+# ── requests ────────────────────────────────────────────────────────────────────────────────────
+
+
+class ProducerRequest(PublishRequest):
+    """A request of a producer; once it is inside, ``waiter`` waits for the level, if needed."""
+
+    def __init__(self, producer: BufferedProducer, events: int, size: int) -> None:
+        super().__init__()
+        self.producer: BufferedProducer = producer
+        self.events = events
+        self.size = size
+        self.waiter: AckWaiter | None = None
+
+    @property
+    def largest_event(self) -> int:
+        """The size of the largest event."""
+        return self.size
+
+    def prepare(self) -> None:
+        pass
+
+    def skip(self) -> None:
+        self._count_policy_drops()
+
+    def _set_inside(self, first: int) -> None:
+        self.waiter = self.producer.on_entered(first, first + self.events)
+        self.is_inside = True
+        self._count_policy_drops()
+
+    def _count_policy_drops(self) -> None:
+        for outcome, events in self.dropped_by_policy.items():
+            self.producer.state.count_drops(outcome, events)
+        self.dropped_by_policy.clear()
+
+
+class EventRequest(ProducerRequest):
+    """A single event."""
 
     def __init__(
         self,
-        queue: Intake,
+        producer: BufferedProducer,
+        value: bytes,
+        timestamp: int,
+        size: int,
+        rest: Annotations,
+    ) -> None:
+        super().__init__(producer, 1, size)
+        self._value = value
+        self._timestamp = timestamp
+        self._rest = rest
+
+    def enter(self) -> None:
+        state = self.producer.state
+        first = state.append_event(self._value, self._timestamp, self.size, self._rest)
+        self._set_inside(first)
+
+    def keep_sample(self, before: int, interval: int) -> int:
+        return self.keep_first(0 if before % interval else 1)
+
+    def keep_important(self, severity: int) -> int:
+        own = self._rest[2]
+        return self.keep_first(0 if own is not None and own >= severity else 1)
+
+    def keep_first(self, events: int) -> int:
+        dropped = max(0, self.events - events)
+        self.events -= dropped
+        return dropped
+
+
+class BlockRequest(ProducerRequest):
+    """A block. If the producer numbers its events, the queue leaves out what it has already."""
+
+    def __init__(
+        self, producer: BufferedProducer, block: Block, size: int, sequence: int | None
+    ) -> None:
+        super().__init__(producer, block.num_rows, size)
+        self.published = Published(-1, 0, 0, 0)
+        self._block = block
+        # The numbers of a producer without an id mean nothing.
+        self._sequence = None if producer.key is None else sequence
+        self._end_sequence = (sequence or 0) + block.num_rows
+        self._numbers: Rows | None = None
+        """The sequence numbers of the events, once they are not consecutive any more."""
+
+    @property
+    def largest_event(self) -> int:
+        if self.events == 1:
+            return self.size
+        return int(get_event_sizes(self._block).max(initial=0))
+
+    @property
+    def is_repeat(self) -> bool:
+        return not self.events and self.published.repeated > 0 and not self.published.dropped
+
+    def prepare(self) -> None:
+        self._drop_repeats()
+        self._check_gaps()
+
+    def _drop_repeats(self) -> None:
+        key = self.producer.key
+        if self._sequence is None or key is None:
+            return
+        accepted = self.producer.state.sequences.get(key)
+        if accepted is None or self._sequence >= accepted.end:
+            return  # in order, as nearly always
+        before = self.events
+        if self._numbers is None:
+            self._keep_ranges(accepted.missing(self._sequence, self._sequence + self.events))
+        else:
+            new = np.flatnonzero(~accepted.holds(self._numbers))
+            if len(new) < self.events:
+                self._numbers = self._numbers[new]
+                self._replace(self._block.take(new))
+        repeated = self.published.repeated + before - self.events
+        self.published = self.published._replace(repeated=repeated)
+
+    def _keep_ranges(self, ranges: list[tuple[int, int]]) -> None:
+        """Keep the events whose sequence numbers are in these ranges."""
+        assert self._sequence is not None
+        start = self._sequence
+        if len(ranges) > 1:
+            self._numbers = np.concatenate([np.arange(first, end) for first, end in ranges])
+            self._replace(self._block.take(self._numbers - start))
+        elif not ranges:
+            self._replace(self._block.slice(0, 0))
+        elif ranges[0] != (start, self._end_sequence):
+            first, end = ranges[0]
+            self._sequence, self._end_sequence = first, end
+            self._replace(self._block.slice(first - start, end - first))
+
+    def _check_gaps(self) -> None:
+        """Raise ``NumbersMissing`` if the producer leaves out too many numbers."""
+        key = self.producer.key
+        if self._sequence is None or key is None or self.producer.gaps is not GapPolicy.KEEP:
+            return
+        accepted = self.producer.state.sequences.get(key)
+        if accepted is None or len(accepted.runs) < MAX_RUNS:
+            return
+        if self.events and accepted.is_apart(self._sequence, self._sequence + self.events):
+            raise NumbersMissing.of(self.producer.state.settings.name, accepted.gaps)
+
+    def _replace(self, block: Block) -> None:
+        self._block = block
+        self.events = block.num_rows
+        self.size = size_of(block)
+
+    def enter(self) -> None:
+        state = self.producer.state
+        # Once more, now that it is the turn of this request: the same block may have come in by
+        # another connection while the request was in line.
+        self._drop_repeats()
+        numbers = self._accept_numbers()
+        first = state.positions.end
+        if self.events:
+            is_consecutive = self._numbers is None
+            state.append_block(self._block, self.size, numbers, is_consecutive=is_consecutive)
+        self.published = self.published._replace(first=first, accepted=self.events)
+        self._set_inside(first)
+
+    def skip(self) -> None:
+        super().skip()
+        self._accept_numbers()
+
+    def _accept_numbers(self) -> ProducerSequence | None:
+        key = self.producer.key
+        if self._sequence is None or key is None:
+            return None
+        return self.producer.state.accept_sequences(
+            key, self._sequence, self._end_sequence, self.producer.gaps
+        )
+
+    def keep_sample(self, before: int, interval: int) -> int:
+        return self._keep_rows(sample_rows(self.events, before, interval))
+
+    def keep_important(self, severity: int) -> int:
+        return self._keep_rows(important_rows(self._block, severity))
+
+    def keep_first(self, events: int) -> int:
+        count = max(0, events)
+        return self._reduce(self._block.slice(0, count), slice(count))
+
+    def _keep_rows(self, rows: Rows) -> int:
+        return self._reduce(self._block.take(rows), rows) if len(rows) < self.events else 0
+
+    def _reduce(self, block: Block, rows: Rows | slice) -> int:
+        dropped = self.events - block.num_rows
+        if dropped and self._sequence is not None:
+            if self._numbers is None:
+                self._numbers = np.arange(self._sequence, self._sequence + self.events)
+            self._numbers = self._numbers[rows]
+        self._replace(block)
+        self.published = self.published._replace(dropped=self.published.dropped + dropped)
+        return dropped
+
+
+# ── the producer ────────────────────────────────────────────────────────────────────────────────
+
+
+class BufferedProducer(Producer):
+    """Publishes into a buffered queue. Several threads may share it."""
+
+    def __init__(
+        self,
+        state: QueueState,
         level: AckLevel,
         on_ack: AckCallback | None,
         flow: FlowControl,
@@ -152,24 +284,29 @@ class HoldingProducer(Producer):
         *,
         gaps: GapPolicy = GapPolicy.KEEP,
     ) -> None:
-        self.queue = queue
+        self.state = state
         # Looked up once, not for every event.
-        self._lock, self._gate = queue.lock, queue.gate
-        self._tail, self._positions = queue.tail, queue.positions
+        self._lock, self._admission = state.lock, state.admission
+        self._buffer, self._positions = state.buffer, state.positions
         self._flow = flow
-        self._follower = None if on_ack is None else Follower(on_ack)
+        self._listener = None if on_ack is None else AckListener(on_ack)
         self._waits = level is not AckLevel.ACCEPTED and on_ack is None
-        self._mark: Watermark | None = queue.watermarks.get(level)
-        self._notify = self._waits or self._follower is not None
-        self.hashed_id = None if producer_id is None else hashed(producer_id)
+        self._level = level
+        self._mark = state.acks.watermark_of(level)
+        self._expects_ack = self._waits or self._listener is not None
+        self.key = None if producer_id is None else hash_producer_id(producer_id)
         self.gaps = gaps
-        self._largest = queue.settings.max_event_bytes
-        self._calm = queue.door.calm_for(flow)
+        self._max_event_bytes = state.settings.max_event_bytes
+        self._limits = state.admission.limits_of(flow)
         self._end = 0
-        """The offset after the last event this producer published."""
-        self._closed = False
+        self._is_closed = False
         self._schema: pa.Schema | None = None
-        """The schema of the last block, which the queue has accepted."""
+        """The schema of the last block, which the queue accepted."""
+
+    @property
+    def end(self) -> int:
+        """The offset after the last event that this producer published; 0 if there is none."""
+        return self._end
 
     def publish(
         self,
@@ -187,19 +324,18 @@ class HoldingProducer(Producer):
         size = len(value) + EVENT_OVERHEAD
         plain = key is None and headers is None and severity is None and source is None
         if not plain:
-            size += measured(key, headers, severity, source)
-        queue = self.queue
-        gate, calm = self._gate, self._calm
-        stamp = queue.time_ns() if timestamp is None else nanoseconds(timestamp)
-        # From here to the end of the lock is the hot path: about a microsecond, no calls but
-        # appends. Whatever is out of the ordinary makes one of the comparisons false.
+            size += measure_annotations(key, headers, severity, source)
+        state = self.state
+        admission, limits = self._admission, self._limits
+        stamp = state.time_ns() if timestamp is None else to_nanoseconds(timestamp)
+        # The fast path, about a microsecond: see the head of the module.
         with self._lock:
             if (
-                gate.depth < calm.events
-                and gate.bytes + size <= calm.bytes
-                and size <= self._largest
+                admission.events < limits.events
+                and admission.bytes + size <= limits.bytes
+                and size <= self._max_event_bytes
             ):
-                block = self._tail.open
+                block = self._buffer.open
                 positions = self._positions
                 end = positions.end + 1
                 try:
@@ -208,24 +344,24 @@ class HoldingProducer(Producer):
                     if not plain:
                         block.annotate(key, headers, severity, source)
                     positions.end = self._end = end
-                except BaseException:  # Ctrl-C, say: half an event would shift all that follow
-                    queue.undo(end - 1)
+                except BaseException:  # Ctrl-C: half an event would shift all that follow
+                    state.undo_append(end - 1)
                     raise
                 block.size += size
-                gate.depth += 1
-                gate.bytes += size
-                if block.size >= queue.heed_at:
-                    queue.heed()
-                if not self._notify:
+                admission.events += 1
+                admission.bytes += size
+                if block.size >= state.notify_threshold:
+                    state.on_growth()
+                if not self._expects_ack:
                     return True
-                ticket = self._expect(end - 1, end)
+                waiter = self._expect_ack(end - 1, end)
             else:
-                ticket = None
+                waiter = None
                 end = -1
         if end >= 0:
-            return ticket is None or self._await(ticket, Patience.of(timeout))
-        entry = EventEntry(self, value, stamp, size, (key, headers, severity, source))
-        return self._publish_slowly(entry, timeout, blocking=True)
+            return waiter is None or self._await_ack(waiter, Deadline.after(timeout))
+        request = EventRequest(self, value, stamp, size, (key, headers, severity, source))
+        return self._publish_request(request, timeout, blocking=True)
 
     def try_publish(
         self,
@@ -238,220 +374,282 @@ class HoldingProducer(Producer):
         source: str | None = None,
     ) -> bool:
         value = as_bytes(value)
-        size = len(value) + EVENT_OVERHEAD + measured(key, headers, severity, source)
-        stamp = self.queue.time_ns() if timestamp is None else nanoseconds(timestamp)
-        entry = EventEntry(self, value, stamp, size, (key, headers, severity, source))
-        return self._publish_slowly(entry, None, blocking=False)
+        size = len(value) + EVENT_OVERHEAD + measure_annotations(key, headers, severity, source)
+        stamp = self.state.time_ns() if timestamp is None else to_nanoseconds(timestamp)
+        request = EventRequest(self, value, stamp, size, (key, headers, severity, source))
+        return self._publish_request(request, None, blocking=False)
 
     def publish_block(
         self, block: Block, *, sequence: int | None = None, timeout: float | None = None
     ) -> Published:
-        self.queue.gate.check_open(self.queue.name)
-        block = self._checked(block)
+        self._admission.check_open()
+        block = self._check_block(block)
         size = size_of(block)
-        if sequence is None and (inside := self._enter_calmly(block, size)) is not None:
-            first, ticket = inside
-            self._await(ticket, Patience.of(timeout))
+        if sequence is None and (entered := self._enter_fast(block, size)) is not None:
+            first, waiter = entered
+            self._await_ack(waiter, Deadline.after(timeout))
             return Published(first, block.num_rows, 0, 0)
-        entries = self._entries(block, size, sequence)
-        if len(entries) > 1:
-            return self._publish_pieces(entries, timeout)
-        if not entries:
+        requests = self._make_requests(block, size, sequence)
+        if len(requests) > 1:
+            return self._publish_pieces(requests, timeout)
+        if not requests:
             return Published(-1, 0, 0, 0)
-        self._publish_slowly(entries[0], timeout, blocking=True)
-        return entries[0].published
+        self._publish_request(requests[0], timeout, blocking=True)
+        return requests[0].published
 
     def try_publish_block(self, block: Block, *, sequence: int | None = None) -> Published | None:
-        block = self._checked(block)
-        entry = self._block_entry(block, size_of(block), sequence)
-        if entry.size > self.queue.gate.max_bytes or entry.events > self.queue.gate.size:
-            self._too_large(entry)
-        self._publish_slowly(entry, None, blocking=False)
-        # Shed by policy, or empty, is not the same as refused for the moment.
-        return entry.published if entry.inside or not entry.events else None
+        block = self._check_block(block)
+        request = self._make_request(block, size_of(block), sequence)
+        admission = self._admission
+        if request.size > admission.max_bytes or request.events > admission.max_events:
+            raise self._too_large(request)
+        self._publish_request(request, None, blocking=False)
+        # Dropped by a policy, or empty, is not the same as refused for the moment.
+        return request.published if request.is_inside or not request.events else None
 
-    def vet(self, block: Block) -> Block:
-        """The block, ready to be published later; raises what would then be raised for ever."""
-        block = self._checked(block)
-        for entry in self._entries(block, size_of(block), None):
-            self._check(entry)
+    def check_publishable(self, block: Block) -> Block:
+        """Return the block, ready to be published later.
+
+        Raises the errors that publishing it would raise at any time.
+        """
+        block = self._check_block(block)
+        for request in self._make_requests(block, size_of(block), None):
+            self._check_request(request)
         return block
 
     def flush(self, timeout: float | None = None) -> bool:
-        mark = self._mark
-        return mark is None or self.queue.reaches(mark.level, self._end, timeout)
-
-    @property
-    def end(self) -> int:
-        """The offset after the last event that this producer published; 0 if there is none."""
-        return self._end
+        is_reached = self.state.wait_level(self._level, self._end, timeout)
+        if not is_reached:
+            self._admission.check_failure()
+        return is_reached
 
     def close(self) -> None:
-        self._closed = True
-        self._calm = Calm(-1, -1)
+        self._is_closed = True
+        self._limits = FastPathLimits(-1, -1)
 
-    def _enter_calmly(self, block: Block, size: int) -> tuple[int, Ticket | None] | None:
-        """The short cut, for a block: its first offset and what to wait for, or not taken."""
-        gate, calm, rows = self._gate, self._calm, block.num_rows
-        if not rows or size > self._largest:
+    def abort(self) -> None:
+        """Close, and refuse the requests in line: their publish calls return with nothing taken."""
+        self.close()
+        with self._lock:
+            self._admission.refuse_waiting(self)
+
+    # Requests
+
+    def _enter_fast(self, block: Block, size: int) -> tuple[int, AckWaiter | None] | None:
+        """Append a block if it is below the fast path limits; ``None`` if it is not."""
+        admission, limits, rows = self._admission, self._limits, block.num_rows
+        if not rows or size > self._max_event_bytes:
             return None
         with self._lock:
-            if gate.depth + rows > calm.events or gate.bytes + size > calm.bytes:
+            if admission.events + rows > limits.events or admission.bytes + size > limits.bytes:
                 return None
-            first = self.queue.append_block(block, size, None, consecutive=True)
-            return first, self.entered(first, first + rows)
+            first = self.state.append_block(block, size, None, is_consecutive=True)
+            return first, self.on_entered(first, first + rows)
 
-    def _publish_slowly(
-        self, entry: PublishEntry, timeout: float | None, *, blocking: bool
+    def _publish_request(
+        self, request: ProducerRequest, timeout: float | None, *, blocking: bool
     ) -> bool:
-        """Everything that the fast path leaves out: policies, flow control, standing in line."""
-        patience = Patience.of(timeout)
-        self._let_in(entry, patience, blocking=blocking)
-        if entry.inside and blocking:
-            return self._await(entry.ticket, patience)
-        if entry.ticket is not None:
-            entry.ticket.leave()
-        return entry.inside
+        deadline = Deadline.after(timeout)
+        self._admit(request, deadline, blocking=blocking)
+        if request.is_inside and blocking:
+            return self._await_ack(request.waiter, deadline)
+        if request.waiter is not None:
+            request.waiter.leave()
+        return request.is_inside
 
-    def _publish_pieces(self, entries: list[BlockEntry], timeout: float | None) -> Published:
-        """Let all in, then wait for the last: so ``AckPending`` means that all of it is inside."""
-        for entry in entries:
-            self._check(entry)  # before any is in
-        patience = Patience.of(timeout)
-        pieces = Pieces()
-        for entry in entries:
+    def _publish_pieces(self, requests: list[BlockRequest], timeout: float | None) -> Published:
+        """Put all pieces in, then wait for the last: ``AckPending`` means that all are inside."""
+        for request in requests:
+            self._check_request(request)  # before any of them is inside
+        deadline = Deadline.after(timeout)
+        entered: list[Published] = []
+        waiters: list[AckWaiter] = []
+        for request in requests:
             try:
-                self._let_in(entry, patience, blocking=True)
+                self._admit(request, deadline, blocking=True)
             except QueueFull as error:
-                self._check_kept(lost=pieces.lost)
-                error.accepted, error.pending = pieces.events, not pieces.reached
+                self._check_lost(waiters)
+                error.accepted = sum(sum(each[1:]) for each in entered)
+                error.pending = not all(waiter.is_reached for waiter in waiters)
                 raise
-            pieces.add(entry)
-        if self._mark is not None and pieces.last is not None:
-            with self.queue.lock:
-                ticket = self._mark.ticket(pieces.last.first, pieces.last.offset)
-            self._await(ticket, patience)
-            self._check_kept(lost=pieces.lost)
-        return pieces.published
+            entered.append(request.published)
+            if request.waiter is not None:
+                # No thread waits on it: the next in its chain must not wait for other pieces.
+                request.waiter.leave()
+                waiters.append(request.waiter)
+        if self._mark is not None and waiters:
+            with self._lock:
+                last = self._mark.add_waiter(waiters[-1].first, waiters[-1].offset)
+            self._await_ack(last, deadline)
+            self._check_lost(waiters)
+        first = next((each.first for each in entered if each.first >= 0), -1)
+        return Published(first, *(sum(each[at] for each in entered) for at in (1, 2, 3)))
 
-    def _let_in(self, entry: PublishEntry, patience: Patience, *, blocking: bool) -> None:
-        if patience is FOR_EVER and self.queue.settings.full_timeout is not None:
-            patience = Patience.of(self.queue.settings.full_timeout)
-        with self.queue.lock:
-            self._check(entry)
+    def _admit(self, request: ProducerRequest, deadline: Deadline, *, blocking: bool) -> None:
+        state = self.state
+        if deadline is NO_DEADLINE and state.settings.full_timeout is not None:
+            deadline = Deadline.after(state.settings.full_timeout)
+        with self._lock:
+            self._check_request(request)
             flow = self._flow if blocking else FlowControl.NONE
-            waiter = self.queue.admit(entry, flow, patience, blocking=blocking)
-        if waiter is not None:
-            self._stand_in_line(waiter, entry, patience)
-        if self.queue.drops_unsynced:
-            self.queue.drops_unsynced = False
-            self.queue.sync_dropped()
+            waiting = self._admission.admit(request, flow, deadline, blocking=blocking)
+        if waiting is not None:
+            self._admission.wait_in_line(waiting, deadline)
+        if state.has_unsynced_drops:
+            state.has_unsynced_drops = False
+            state.sync_drops()
 
-    def _stand_in_line(self, waiter: Waiter, entry: PublishEntry, patience: Patience) -> None:
-        queue = self.queue
-        try:
-            queue.door.stand_in_line(waiter, patience)
-        except QueueFull:
-            if queue.door.blocks:
-                raise
-            with queue.lock:
-                queue.drop_or_enter(entry)
+    def _check_request(self, request: ProducerRequest) -> None:
+        self._admission.check_open()
+        if self._is_closed:
+            raise QueueClosed(f"this producer of queue {self.state.settings.name!r} is closed")
+        largest = min(self._max_event_bytes, self._admission.max_bytes)
+        if request.size > largest and request.largest_event > largest:
+            raise self._too_large(request)
 
-    def _check(self, entry: PublishEntry) -> None:
-        self.queue.gate.check_open(self.queue.name)
-        if self._closed:
-            msg = f"this producer of queue {self.queue.name!r} is closed"
-            raise QueueClosed(msg)
-        largest = min(self._largest, self.queue.gate.max_bytes)
-        if entry.size > largest and entry.largest_event > largest:
-            self._too_large(entry)
-
-    def _too_large(self, entry: PublishEntry) -> None:
-        gate = self.queue.gate
-        msg = (
-            f"{entry.events} events of {entry.size} bytes can never fit queue "
-            f"{self.queue.name!r} (max_event_bytes {self._largest}, size {gate.size}, "
-            f"max_bytes {gate.max_bytes})"
+    def _too_large(self, request: ProducerRequest) -> EventTooLarge:
+        admission = self._admission
+        return EventTooLarge(
+            f"{request.events} events of {request.size} bytes can never fit queue "
+            f"{self.state.settings.name!r} (max_event_bytes {self._max_event_bytes}, "
+            f"size {admission.max_events}, max_bytes {admission.max_bytes})"
         )
-        raise EventTooLarge(msg)
 
-    def _checked(self, block: Block) -> Block:
-        """The block, fit for the queue. Nearly always its schema is that of the one before."""
+    def _check_block(self, block: Block) -> Block:
+        """Return the block as the queue takes it. Nearly always the schema is the last one."""
+        state = self.state
         if not isinstance(block, pa.RecordBatch):
-            msg = f"a block is a pyarrow.RecordBatch, not {type(block).__name__}; see block_of()"
-            raise TypeError(msg)
+            raise TypeError(
+                f"a block is a pyarrow.RecordBatch, not {type(block).__name__}; see block_of()"
+            )
         if self._schema is not None and block.schema.equals(self._schema):
             check_severities(block)
-            return add_timestamps(block, self.queue.time_ns)
-        ready = prepare_block(block, self.queue.time_ns)
+            return add_timestamps(block, state.time_ns)
+        ready = prepare_block(block, state.time_ns)
         check_severities(ready)
-        self.queue.check_types(ready.schema)
-        same = ready.schema.equals(block.schema, check_metadata=True)
-        self._schema = ready.schema if same else None
+        with self._lock:
+            state.check_columns(ready.schema)
+        is_same = ready.schema.equals(block.schema, check_metadata=True)
+        self._schema = ready.schema if is_same else None
         return ready
 
-    def _entries(self, block: Block, size: int, sequence: int | None) -> list[BlockEntry]:
-        entries: list[BlockEntry] = []
-        for piece, its_size in self._pieces(block, size):
-            entries.append(self._block_entry(piece, its_size, sequence))
+    def _make_requests(self, block: Block, size: int, sequence: int | None) -> list[BlockRequest]:
+        requests: list[BlockRequest] = []
+        for piece, piece_size in self._split(block, size):
+            requests.append(self._make_request(piece, piece_size, sequence))
             if sequence is not None:
                 sequence += piece.num_rows
-        return entries
+        return requests
 
-    def _pieces(self, block: Block, size: int) -> Iterator[tuple[Block, int]]:
-        """The block, halved until each piece fits the queue; a single event may still not."""
-        gate = self.queue.gate
+    def _split(self, block: Block, size: int) -> Iterator[tuple[Block, int]]:
+        """Halve a block until each piece fits into the queue, or is a single event."""
+        admission = self._admission
         rows = block.num_rows
-        if rows > 1 and (rows > gate.size or size > min(gate.max_bytes, MAX_BLOCK_BYTES)):
+        max_bytes = min(admission.max_bytes, MAX_BLOCK_BYTES)
+        if rows > 1 and (rows > admission.max_events or size > max_bytes):
             for half in (block.slice(0, rows // 2), block.slice(rows // 2)):
-                yield from self._pieces(half, size_of(half))
+                yield from self._split(half, size_of(half))
         elif rows:
             yield block, size
 
-    def _block_entry(self, block: Block, size: int, sequence: int | None) -> BlockEntry:
-        if sequence is not None and self.hashed_id is None:
-            msg = "a sequence needs a producer made with producer_id"
-            raise ValueError(msg)
-        return BlockEntry(self, block, size, sequence)
+    def _make_request(self, block: Block, size: int, sequence: int | None) -> BlockRequest:
+        if sequence is not None and self.key is None:
+            raise ValueError("a sequence needs a producer made with producer_id")
+        return BlockRequest(self, block, size, sequence)
 
-    def entered(self, first: int, end: int) -> Ticket | None:
-        """An entry of this producer is inside, as events ``first`` to ``end - 1``."""
+    # Acks
+
+    def on_entered(self, first: int, end: int) -> AckWaiter | None:
+        """A request is inside, as the events ``first`` to ``end - 1``. Under the lock."""
         self._end = max(self._end, end)
-        return self._expect(first, end) if self._notify else None
+        return self._expect_ack(first, end) if self._expects_ack else None
 
-    def _expect(self, first: int, end: int) -> Ticket | None:
-        """Arrange for acks: a callback, or a ticket to wait on."""
-        queue = self.queue
-        if self._follower is not None:
-            if first == end:
-                return None
-            if self._mark is None:
-                queue.tell_accepted(self._follower, first, end)
-            else:
-                self._mark.follow(self._follower, first, end)
+    def _expect_ack(self, first: int, end: int) -> AckWaiter | None:
+        """Arrange for the ack: a callback, or a waiter. Under the lock."""
+        state, mark = self.state, self._mark
+        if self._listener is not None:
+            if first < end:
+                if mark is None:
+                    state.acks.send_accepted(self._listener, first, end)
+                else:
+                    mark.listen(self._listener, first, end)
             return None
-        if not self._waits or self._mark is None:
+        if not self._waits or mark is None:
             return None
-        ticket = self._mark.ticket(first, end)
-        queue.urge(self._mark.level)
-        return ticket
+        waiter = mark.add_waiter(first, end)
+        state.storage.urge(mark.level)
+        return waiter
 
-    def _await(self, ticket: Ticket | None, patience: Patience) -> bool:
-        """Wait for the level; false if the policy dropped the event meanwhile."""
-        if ticket is None:
+    def _await_ack(self, waiter: AckWaiter | None, deadline: Deadline) -> bool:
+        """Wait for the level; false if a policy dropped the event since."""
+        if waiter is None:
             return True
-        if not ticket.wait(patience.left):
-            self.queue.gate.check_sound()
-            if not self.queue.closed:
-                name, seconds = self.queue.name, patience.seconds
-                msg = f"the event is in queue {name!r}, not acked within {seconds:g} s"
-                raise AckPending(msg)
-            msg = f"queue {self.queue.name!r} was closed before the event was acked"
-            raise QueueClosed(msg)
-        self._check_kept(lost=ticket.lost)
-        return not ticket.lost
+        name = self.state.settings.name
+        if not waiter.wait(deadline.left):
+            self._admission.check_failure()
+            if not self.state.is_closed:
+                raise AckPending(
+                    f"the event is in queue {name!r}, not acked within {deadline.seconds:g} s"
+                )
+            raise QueueClosed(f"queue {name!r} was closed before the event was acked")
+        self._check_lost([waiter])
+        return not waiter.has_lost
 
-    def _check_kept(self, *, lost: bool) -> None:
-        if lost and self.queue.door.blocks:
-            msg = f"queue {self.queue.name!r} lost the event to a failing disk: publish it again"
-            raise StorageFailed(msg)
+    def _check_lost(self, waiters: list[AckWaiter]) -> None:
+        if self._admission.blocks and any(waiter.has_lost for waiter in waiters):
+            name = self.state.settings.name
+            raise StorageFailed(
+                f"queue {name!r} lost the event to a failing disk: publish it again"
+            )
+
+
+# ── one event, checked and measured ─────────────────────────────────────────────────────────────
+
+
+def as_bytes(value: object) -> bytes:
+    """Return the value of an event as bytes that nothing can change."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    raise TypeError(f"an event's value is bytes, not {type(value).__name__}; encode it first")
+
+
+def to_nanoseconds(timestamp: int) -> int:
+    """Convert a timestamp in microseconds to the nanoseconds that the queue carries."""
+    if not -_MAX_MICROSECONDS < operator.index(timestamp) < _MAX_MICROSECONDS:
+        raise ValueError(f"timestamp {timestamp} is no number of microseconds since the epoch")
+    return timestamp * 1000
+
+
+def measure_annotations(
+    key: str | None,
+    headers: Mapping[str, str] | None,
+    severity: int | None,
+    source: str | None,
+) -> int:
+    """Return the size of the optional columns of an event.
+
+    Texts are encoded here, and not only when the block is sealed: so the publisher gets the error
+    for a wrong type or a lone surrogate, and not the thread that seals the events of all.
+    """
+    size = 0 if key is None else _measure_text("key", key)
+    if source is not None:
+        size += _measure_text("source", source)
+    if headers is not None:
+        if not isinstance(headers, Mapping):
+            raise TypeError(f"headers are a mapping of text to text, not {type(headers).__name__}")
+        for name, text in headers.items():
+            size += _measure_text("a header's name", name)
+            size += _measure_text(f"header {name!r}", text) + 8
+    if isinstance(severity, bool):
+        raise TypeError("severity is a number, not a bool")
+    if severity is not None and not 0 <= operator.index(severity) <= MAX_SEVERITY:
+        raise ValueError(
+            f"severity {severity} is not between 0 (emergency) and {MAX_SEVERITY} (debug)"
+        )
+    return size
+
+
+def _measure_text(what: str, text: object) -> int:
+    if not isinstance(text, str):
+        raise TypeError(f"{what} is text, not {type(text).__name__}")
+    return len(text.encode())

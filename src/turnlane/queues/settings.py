@@ -1,218 +1,157 @@
-"""The knobs of every queue, by the same names in code and in configuration.
+"""The knobs of every queue, with the same names in code and in configuration.
 
-Each knob is declared once, with its default, meaning, example and the kinds it belongs to; the
-reference table in ``docs/queues.md`` is made from these declarations. What depends on the kind or
-on another knob is filled in after validation, so a queue reads final values and decides nothing.
+Each knob is declared once, with its default, meaning, example, and the kinds it belongs to; the
+table in ``docs/queues.md`` is generated from these declarations. Defaults that depend on the kind
+or on another knob are computed after validation, so that a queue only reads final values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import enum
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-
-from turnlane.queues.api import Durability, FullBehavior
-from turnlane.queues.knobs import (
-    ALL,
-    IN_MEMORY,
-    ON_DISK,
-    STORING,
-    WAITING,
-    Compression,
-    Count,
-    DiskDurability,
-    Kind,
-    Mark,
-    Marks,
-    Name,
-    Rate,
-    knob,
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
 )
-from turnlane.queues.memory_limit import memory_limit
+
+from turnlane.memory_limit import memory_limit
+from turnlane.queues.api import Durability, FullBehavior
 from turnlane.units import Duration, Percentage, Size, TimeWindow, format_size
 from turnlane.validation import ConfigIssue, ContradictorySettings, convert_validation_error
 
-# ── completion ──
-# What follows from a queue's settings taken together: defaults by kind, and contradictions.
 
-SIZES: Final = {Kind.MEMORY: 50_000, Kind.DISK_ASSISTED: 50_000}
-"""Events, by kind; ``disk`` has no bound, and a proxy's follows from its batches."""
+class Kind(enum.StrEnum):
+    """Where events wait."""
 
-MAX_BYTES: Final = {
-    Kind.MEMORY: 256 * 2**20,
-    Kind.DISK_ASSISTED: 256 * 2**20,
-    Kind.PROXY: 256 * 2**20,
-    Kind.DISK: 10 * 2**30,
-}
-
-_MARKS: Final = (
-    "discard_mark",
-    "full_delay_mark",
-    "light_delay_mark",
-    "high_watermark",
-    "low_watermark",
-)
+    DIRECT = "direct"
+    MEMORY = "memory"
+    DISK = "disk"
+    DISK_ASSISTED = "disk_assisted"
+    PROXY = "proxy"
 
 
-def complete(settings: QueueSettings) -> None:
-    """Fill in open settings. Raises :class:`ContradictorySettings` with all contradictions."""
-    problems = list(_misplaced(settings))
-    if not problems:
-        _fill_in(settings)
-        problems = list(_contradictions(settings))
-    if problems:
-        raise ContradictorySettings(problems)
+ALL: Final = tuple(Kind)
+WAITING: Final = (Kind.MEMORY, Kind.DISK, Kind.DISK_ASSISTED, Kind.PROXY)
+STORING: Final = (Kind.MEMORY, Kind.DISK, Kind.DISK_ASSISTED)
+IN_MEMORY: Final = (Kind.MEMORY, Kind.DISK_ASSISTED, Kind.PROXY)
+ON_DISK: Final = (Kind.DISK, Kind.DISK_ASSISTED)
 
 
-def _misplaced(settings: QueueSettings) -> Iterator[ConfigIssue]:
-    """Knobs that the kind has no use for, and the path that it cannot do without."""
-    kind = settings.kind
-    for setting in sorted(settings.explicit):
-        kinds = settings.kinds_of(setting)
-        if setting == "size" and kind is Kind.PROXY:
-            yield ConfigIssue(
-                setting, "follows from batches * batch_size in a proxy queue; set those"
-            )
-        elif kind not in kinds:
-            yield ConfigIssue(
-                setting, f"means nothing in a {kind} queue, only in {', '.join(kinds)}"
-            )
-    if kind in ON_DISK and settings.path is None:
-        yield ConfigIssue(
-            "path", f"is required for a {kind} queue, such as /var/lib/turnlane/orders"
-        )
-    if settings.memory_percent is not None and settings.max_bytes is not None:
-        yield ConfigIssue("memory_percent", "contradicts max_bytes; set one of them")
+class Compression(enum.StrEnum):
+    """Whether frames on disk are compressed."""
+
+    AUTO = "auto"
+    """Compress if that makes frames much smaller, while the disk is too slow."""
+    SNAPPY = "snappy"
+    NONE = "none"
 
 
-def _fill_in(settings: QueueSettings) -> None:
-    """Work out what was left open, in this order: later defaults follow from earlier ones."""
-    for setting, default in _DEFAULTS.items():
-        if setting not in settings.explicit:
-            # Past the freeze, and not counted as set, so that replace() works it out anew.
-            settings.__dict__[setting] = default(settings)
+def _refuse_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, not {str(value).lower()}")  # noqa: TRY004 - pydantic
+    return value
 
 
-def _size(settings: QueueSettings) -> int | None:
-    if settings.kind is Kind.PROXY:
-        return settings.batches * settings.batch_size
-    return SIZES.get(settings.kind)
+def _check_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", value):
+        raise ValueError(f"{value!r} is not a name; use letters, digits, _, . and -, as in web-1")
+    return value
 
 
-def _max_bytes(settings: QueueSettings) -> int | None:
-    if settings.memory_percent is not None:
-        return max(1, settings.memory_percent.of(memory_limit()))
-    return MAX_BYTES.get(settings.kind)
+Count = Annotated[int, BeforeValidator(_refuse_bool)]
+Rate = Annotated[float, BeforeValidator(_refuse_bool)]
+Name = Annotated[str, AfterValidator(_check_name)]
+DiskDurability = Literal[Durability.ALWAYS, Durability.INTERVAL, Durability.NEVER]
 
 
-def _worker_minimum_events(settings: QueueSettings) -> int:
-    if settings.size is None:
-        return settings.dequeue_batch_size
-    return max(1, settings.size // settings.workers)
+def knob(
+    default: object,
+    kinds: tuple[Kind, ...],
+    meaning: str,
+    *,
+    example: object,
+    shown: str | None = None,
+    ge: int | None = None,
+    gt: int | None = None,
+    le: int | None = None,
+) -> Any:  # noqa: ANN401 - as Field() does it, so that the annotation decides
+    """Declare a knob; ``shown`` describes a default that is not a plain value."""
+    extra: dict[str, Any] = {"kinds": [str(kind) for kind in kinds], "shown": shown or str(default)}
+    return Field(
+        default,
+        description=meaning,
+        examples=[example],
+        json_schema_extra=extra,
+        ge=ge,
+        gt=gt,
+        le=le,
+    )
 
 
-def _dequeue_batch_size(settings: QueueSettings) -> int:
-    """A proxy takes its batches itself, to send them."""
-    proxy = settings.kind is Kind.PROXY
-    return settings.batch_size if proxy else settings.dequeue_batch_size
+def parse_mark(value: object) -> int | Percentage:
+    """Parse a fill level: a number of events, or a percentage of the size of the queue."""
+    if isinstance(value, Percentage):
+        return value
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return Percentage.parse(value)
+    raise ValueError(
+        f"{value!r} is not a mark; write a number of events or a percentage of size, "
+        "such as 40000 or 80%"
+    )
 
 
-def _max_event_bytes(settings: QueueSettings) -> int:
-    return min([settings.max_event_bytes, *_event_bounds(settings).values()])
+def to_events(mark: int | Percentage, size: int | None) -> int | None:
+    """Return a mark in events; ``None`` for a percentage if there is no size."""
+    if isinstance(mark, int):
+        return mark
+    return None if size is None else mark.of(size)
 
 
-def _write_buffer(settings: QueueSettings) -> int:
-    return min(settings.write_buffer, settings.chunk_size)
+def _format_mark(mark: int | Percentage) -> int | str:
+    return mark if isinstance(mark, int) else str(mark)
 
 
-_DEFAULTS: Final[dict[str, Callable[[QueueSettings], int | None]]] = {
-    "size": _size,
-    "max_bytes": _max_bytes,
-    "dequeue_batch_size": _dequeue_batch_size,
-    "worker_minimum_events": _worker_minimum_events,
-    "max_event_bytes": _max_event_bytes,
-    "write_buffer": _write_buffer,
-}
-
-
-def _event_bounds(settings: QueueSettings) -> dict[str, int]:
-    """The knobs that no single event may be larger than."""
-    bounds = {} if settings.max_bytes is None else {"max_bytes": settings.max_bytes}
-    if settings.kind is Kind.PROXY:
-        bounds["resend_bytes"] = settings.resend_bytes
-    return bounds
-
-
-def _contradictions(settings: QueueSettings) -> Iterator[ConfigIssue]:
-    yield from _unpaired(settings)
-    yield from _too_much(settings)
-    yield from _marks_out_of_place(settings)
-
-
-def _unpaired(settings: QueueSettings) -> Iterator[ConfigIssue]:
-    """Knobs that need another one, or another value of it."""
-    explicit = settings.explicit
-    for one, other in (
-        ("discard_mark", "discard_severity"),
-        ("discard_severity", "discard_mark"),
-    ):
-        if one in explicit and other not in explicit:
-            yield ConfigIssue(other, f"is required with {one}; set both or neither")
-    if "full_timeout" in explicit and settings.full_behavior is not FullBehavior.BLOCK:
-        yield ConfigIssue("full_timeout", f"contradicts full_behavior: {settings.full_behavior}")
-    if "sync_interval" in explicit and settings.durability is not Durability.INTERVAL:
-        yield ConfigIssue("sync_interval", f"contradicts durability: {settings.durability}")
-
-
-def _too_much(settings: QueueSettings) -> Iterator[ConfigIssue]:
-    """Numbers that exceed the one that bounds them."""
-    bytes_within = [("max_event_bytes", bound) for bound in _event_bounds(settings)]
-    for setting, bound in [*bytes_within, ("write_buffer", "chunk_size")]:
-        value, most = getattr(settings, setting), getattr(settings, bound)
-        if value > most:
-            message = f"must be at most {bound}, {format_size(most)}, not {format_size(value)}"
-            yield ConfigIssue(setting, message)
-    batch = "batch_size" if settings.kind is Kind.PROXY else "dequeue_batch_size"
-    for setting, bound in (
-        ("minimum_batch_size", batch),
-        ("minimum_batch_size", "size"),
-        ("worker_minimum_events", "size"),
-    ):
-        value, most = getattr(settings, setting), getattr(settings, bound)
-        if most is not None and value > most:
-            yield ConfigIssue(setting, f"must be at most {bound}, {most}, not {value}")
-
-
-def _marks_out_of_place(settings: QueueSettings) -> Iterator[ConfigIssue]:
-    """Marks beyond the size, below one event, or relative to a size that is not there."""
-    knobs = [setting for setting in _MARKS if setting in settings.explicit]
-    problems = [problem for setting in knobs for problem in _mark_problems(settings, setting)]
-    yield from problems
-    high, low = settings.marks.high, settings.marks.low
-    if not problems and high is not None and low is not None and low >= high:
-        message = f"must be below high_watermark, {high} events, not {low}"
-        yield ConfigIssue("low_watermark", message)
-
-
-def _mark_problems(settings: QueueSettings, setting: str) -> Iterator[ConfigIssue]:
-    mark: int | Percentage = getattr(settings, setting)
-    size = settings.size
-    if size is None and isinstance(mark, Percentage):
-        yield ConfigIssue(setting, f"{mark} of what? Set size, or write a number of events")
-    elif mark == 0 and setting != "low_watermark":
-        yield ConfigIssue(setting, "must be at least 1 event, or null to switch it off")
-    elif size is not None and isinstance(mark, int) and mark > size:
-        yield ConfigIssue(setting, f"must be at most size, {size} events, not {mark}")
+Mark = Annotated[
+    int | Percentage,
+    PlainValidator(parse_mark),
+    PlainSerializer(_format_mark),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 0},
+                {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)? ?%$"},
+            ],
+            "description": "a number of events, or a percentage of size such as 80%",
+            "examples": [40000, "80%"],
+        }
+    ),
+]
+"""A fill level: a number of events, or a percentage of ``size``."""
 
 
 class QueueSettings(BaseModel):
-    """The settings of one queue, checked, complete and unchangeable.
+    """The settings of one queue: checked, complete and immutable.
 
-    Making one raises ``ConfigError``, which names the knob and lists every problem found.
-    (``model_validate`` raises pydantic's own error, so that a larger model can hold this one.)
+    The constructor raises ``ConfigError``, which names the knob and lists every problem.
+    (``model_validate`` raises the error of pydantic, so that a larger model can contain this one.)
     """
 
     model_config = ConfigDict(
@@ -506,39 +445,39 @@ class QueueSettings(BaseModel):
         except ValidationError as error:
             raise convert_validation_error(error, type(self).model_fields) from None
 
-    # pydantic's own mark for an __init__ that only wraps the usual one: a model that holds this
-    # one then validates it in place and can say where in the whole the problem lies.
+    # Pydantic's mark for an __init__ that only wraps the usual one: a larger model then validates
+    # this one in place, and its errors say where the problem is.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
     def of(cls, **knobs: Any) -> Self:
-        """Settings from knobs as code or configuration has them: ``max_bytes="512Mi"``."""
+        """Make settings from knobs as written in code or configuration: ``max_bytes="512Mi"``."""
         return cls(**knobs)
 
     def replace(self, **knobs: Any) -> Self:
-        """The same explicit settings with some changed; the rest is worked out anew."""
+        """Return the same explicit settings with some changed; defaults are computed again."""
         return type(self)(**{knob: getattr(self, knob) for knob in self.model_fields_set} | knobs)
 
     @classmethod
     def kinds_of(cls, knob: str) -> tuple[Kind, ...]:
-        """The kinds of queue that a knob belongs to."""
+        """Return the kinds of queue that a knob belongs to."""
         extra: Any = cls.model_fields[knob].json_schema_extra
         return tuple(Kind(kind) for kind in extra["kinds"])
 
     @property
     def explicit(self) -> frozenset[str]:
-        """The knobs that were set to something."""
+        """The knobs that were given a value."""
         return frozenset(knob for knob in self.model_fields_set if getattr(self, knob) is not None)
 
     @cached_property
     def marks(self) -> Marks:
         """The marks in events."""
-        return Marks.of(self)
+        return Marks.from_settings(self)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, knobs: object) -> object:
-        """Take ``null`` for a knob left out; but a delay mark can be switched off with it."""
+    def _drop_nulls(cls, knobs: object) -> object:
+        """Treat ``null`` like a missing knob; but ``null`` switches a delay mark off."""
         if not isinstance(knobs, dict):
             return knobs
         left_out = cls.model_fields.keys() - {"full_delay_mark", "light_delay_mark"}
@@ -550,6 +489,188 @@ class QueueSettings(BaseModel):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        """Refuse contradictions and fill in what follows from kind and other knobs."""
-        complete(self)
+        """Refuse contradictions, and compute the defaults."""
+        complete_settings(self)
         return self
+
+
+# ── marks in events ─────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The marks of a queue in events; ``None`` is off."""
+
+    discard: int | None
+    full_delay: int | None
+    light_delay: int | None
+    high: int | None
+    low: int | None
+
+    @classmethod
+    def from_settings(cls, settings: QueueSettings) -> Self:
+        """Return the marks of a queue with these settings."""
+        size, spills = settings.size, settings.kind is Kind.DISK_ASSISTED
+        high = _to_at_least_one(settings.high_watermark, size) if spills else None
+        return cls(
+            discard=_to_at_least_one(settings.discard_mark, size),
+            full_delay=_to_at_least_one(settings.full_delay_mark, size),
+            light_delay=_to_at_least_one(settings.light_delay_mark, size),
+            high=high,
+            low=None if high is None else _low_mark(settings, high),
+        )
+
+
+def _to_at_least_one(mark: int | Percentage | None, size: int | None) -> int | None:
+    events = None if mark is None else to_events(mark, size)
+    return None if events is None else max(1, events)
+
+
+def _low_mark(settings: QueueSettings, high: int) -> int | None:
+    if settings.low_watermark is None:
+        return Percentage(70).of(high)
+    return to_events(settings.low_watermark, settings.size)
+
+
+# ── defaults by kind, and contradictions ────────────────────────────────────────────────────────
+
+SIZES: Final = {Kind.MEMORY: 50_000, Kind.DISK_ASSISTED: 50_000}
+"""Events, by kind. ``disk`` has no bound; a proxy computes it from its batches."""
+
+MAX_BYTES: Final = {
+    Kind.MEMORY: 256 * 2**20,
+    Kind.DISK_ASSISTED: 256 * 2**20,
+    Kind.PROXY: 256 * 2**20,
+    Kind.DISK: 10 * 2**30,
+}
+
+_MARKS: Final = (
+    "discard_mark",
+    "full_delay_mark",
+    "light_delay_mark",
+    "high_watermark",
+    "low_watermark",
+)
+
+
+def complete_settings(settings: QueueSettings) -> None:
+    """Compute the defaults; raise :class:`ContradictorySettings` with all problems."""
+    problems = list(_find_misplaced(settings))
+    if not problems:
+        _compute_defaults(settings)
+        problems = list(_find_contradictions(settings))
+    if problems:
+        raise ContradictorySettings(problems)
+
+
+def _find_misplaced(settings: QueueSettings) -> Iterator[ConfigIssue]:
+    """Find knobs that the kind does not have, and a missing path."""
+    kind = settings.kind
+    for setting in sorted(settings.explicit):
+        kinds = settings.kinds_of(setting)
+        if setting == "size" and kind is Kind.PROXY:
+            yield ConfigIssue(
+                setting, "follows from batches * batch_size in a proxy queue; set those"
+            )
+        elif kind not in kinds:
+            yield ConfigIssue(
+                setting, f"means nothing in a {kind} queue, only in {', '.join(kinds)}"
+            )
+    if kind in ON_DISK and settings.path is None:
+        yield ConfigIssue(
+            "path", f"is required for a {kind} queue, such as /var/lib/turnlane/orders"
+        )
+    if settings.memory_percent is not None and settings.max_bytes is not None:
+        yield ConfigIssue("memory_percent", "contradicts max_bytes; set one of them")
+
+
+def _compute_defaults(settings: QueueSettings) -> None:
+    """Compute the defaults in this order: later ones depend on earlier ones."""
+    explicit, kind = settings.explicit, settings.kind
+
+    def set_default(knob: str, value: int | None) -> None:
+        if knob not in explicit:
+            # Around the freeze, and not counted as set, so that replace() computes it again.
+            settings.__dict__[knob] = value
+
+    is_proxy, percent = kind is Kind.PROXY, settings.memory_percent
+    batches = settings.batches * settings.batch_size
+    set_default("size", batches if is_proxy else SIZES.get(kind))
+    max_bytes = None if percent is None else max(1, percent.of(memory_limit()))
+    set_default("max_bytes", max_bytes or MAX_BYTES.get(kind))
+    if is_proxy:  # it takes its batches itself, to send them
+        set_default("dequeue_batch_size", settings.batch_size)
+    size = settings.size
+    share = settings.dequeue_batch_size if size is None else max(1, size // settings.workers)
+    set_default("worker_minimum_events", share)
+    largest = min([settings.max_event_bytes, *_event_bounds(settings).values()])
+    set_default("max_event_bytes", largest)
+    set_default("write_buffer", min(settings.write_buffer, settings.chunk_size))
+
+
+def _event_bounds(settings: QueueSettings) -> dict[str, int]:
+    """Return the knobs that bound the size of a single event."""
+    bounds = {} if settings.max_bytes is None else {"max_bytes": settings.max_bytes}
+    if settings.kind is Kind.PROXY:
+        bounds["resend_bytes"] = settings.resend_bytes
+    return bounds
+
+
+def _find_contradictions(settings: QueueSettings) -> Iterator[ConfigIssue]:
+    yield from _find_unpaired(settings)
+    yield from _find_too_large(settings)
+    yield from _find_wrong_marks(settings)
+
+
+def _find_unpaired(settings: QueueSettings) -> Iterator[ConfigIssue]:
+    """Find knobs that need another knob, or another value of it."""
+    explicit = settings.explicit
+    pair = ("discard_mark", "discard_severity")
+    for one, other in (pair, pair[::-1]):
+        if one in explicit and other not in explicit:
+            yield ConfigIssue(other, f"is required with {one}; set both or neither")
+    if "full_timeout" in explicit and settings.full_behavior is not FullBehavior.BLOCK:
+        yield ConfigIssue("full_timeout", f"contradicts full_behavior: {settings.full_behavior}")
+    if "sync_interval" in explicit and settings.durability is not Durability.INTERVAL:
+        yield ConfigIssue("sync_interval", f"contradicts durability: {settings.durability}")
+
+
+def _find_too_large(settings: QueueSettings) -> Iterator[ConfigIssue]:
+    """Find numbers that exceed the knob that bounds them."""
+    bytes_within = [("max_event_bytes", bound) for bound in _event_bounds(settings)]
+    for setting, bound in [*bytes_within, ("write_buffer", "chunk_size")]:
+        value, most = getattr(settings, setting), getattr(settings, bound)
+        if value > most:
+            message = f"must be at most {bound}, {format_size(most)}, not {format_size(value)}"
+            yield ConfigIssue(setting, message)
+    batch = "batch_size" if settings.kind is Kind.PROXY else "dequeue_batch_size"
+    for setting, bound in (
+        ("minimum_batch_size", batch),
+        ("minimum_batch_size", "size"),
+        ("worker_minimum_events", "size"),
+    ):
+        value, most = getattr(settings, setting), getattr(settings, bound)
+        if most is not None and value > most:
+            yield ConfigIssue(setting, f"must be at most {bound}, {most}, not {value}")
+
+
+def _find_wrong_marks(settings: QueueSettings) -> Iterator[ConfigIssue]:
+    """Find marks above the size, below one event, or in percent of a size that is not set."""
+    knobs = [setting for setting in _MARKS if setting in settings.explicit]
+    problems = [problem for setting in knobs for problem in _check_mark(settings, setting)]
+    yield from problems
+    high, low = settings.marks.high, settings.marks.low
+    if not problems and high is not None and low is not None and low >= high:
+        message = f"must be below high_watermark, {high} events, not {low}"
+        yield ConfigIssue("low_watermark", message)
+
+
+def _check_mark(settings: QueueSettings, setting: str) -> Iterator[ConfigIssue]:
+    mark: int | Percentage = getattr(settings, setting)
+    size = settings.size
+    if size is None and isinstance(mark, Percentage):
+        yield ConfigIssue(setting, f"{mark} of what? Set size, or write a number of events")
+    elif mark == 0 and setting != "low_watermark":
+        yield ConfigIssue(setting, "must be at least 1 event, or null to switch it off")
+    elif size is not None and isinstance(mark, int) and mark > size:
+        yield ConfigIssue(setting, f"must be at most size, {size} events, not {mark}")

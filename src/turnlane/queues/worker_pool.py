@@ -1,15 +1,19 @@
-"""A pool of workers that calls a passive consumer: the queue as the active part, without Spark.
+"""A pool of workers that takes batches out of a queue and calls a consumer with them.
 
-From no worker at all to ``workers``: one for every ``worker_minimum_events`` waiting, each ending
-after ``idle_timeout`` without work. Batches of a consumer that fails come again after a pause; one
-that takes longer than ``completion_timeout`` is cancelled and its batch released.
+The pool has between no worker and ``workers`` of them: one for every ``worker_minimum_events`` that
+wait. A worker ends after ``idle_timeout`` without work. If a consumer fails, its batch comes again
+after a pause; if it takes longer than ``completion_timeout``, it is cancelled and its batch is
+released.
+
+Threads: one per worker, and a supervisor that starts workers and cancels consumers. A worker has a
+lock of its own, ``_guard``, which decides whether a batch ends by itself or is cancelled. The pool
+has the condition ``_changed``. No thread holds both, nor one of them while it calls the queue.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import random
 import threading
 import time
@@ -25,41 +29,43 @@ from turnlane.errors import (
     RetryLater,
     StorageFailed,
 )
-from turnlane.queues.api import Batch, Consumer
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.logs import get_logger
+from turnlane.queues.api import Batch, Consumer, Queue
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.settings import STORING
 from turnlane.retry import doubled, scattered
 from turnlane.runtime import Closeable
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 DeadLetters = Callable[[Batch, Exception], None]
-"""Keeps a batch that can never be delivered; once it returns, the batch is settled as dead."""
+"""Stores a batch that can never be delivered; then the batch is settled as dead."""
 
 FIRST_PAUSE = 0.1
 LAST_PAUSE = 30.0
-"""Seconds between attempts of a consumer that fails, doubling with jitter."""
+"""Seconds between attempts of a consumer that fails, doubling with jitter from one to the other."""
 LOOK_SECONDS = 0.1
-"""How often the supervisor looks for workers that overrun while any of them is busy."""
+"""How often the supervisor looks for consumers that take too long, while one is busy."""
 
 
 class Cancelled(BaseException):
-    """Raised inside a consumer that overran, so that it ends. Not to be caught."""
+    """Raised inside a consumer that takes too long, so that it ends. Do not catch it."""
 
 
-def wanted_workers(backlog: int, minimum: int, most: int) -> int:
-    """One worker for every ``minimum`` events begun, none for none, ``most`` at most."""
+def count_wanted_workers(backlog: int, minimum: int, most: int) -> int:
+    """Return one worker per ``minimum`` events, rounded up, at most ``most``."""
     return min(most, -(-backlog // minimum))
 
 
-def pause_after(failures: int, error: BaseException, jitter: float) -> float:
-    """Seconds to wait after so many failures in a row; ``jitter`` is between 0 and 1."""
+def retry_pause(failures: int, error: BaseException, jitter: float) -> float:
+    """Return the seconds to wait after this many failures in a row; ``jitter`` is 0 to 1."""
     if isinstance(error, RetryLater) and error.after is not None:
         return error.after
     return scattered(doubled(FIRST_PAUSE, LAST_PAUSE, failures), jitter)
 
 
 class _Worker:
-    """A thread, the batch it is at, and since when."""
+    """A thread, the batch that its consumer has, and since when."""
 
     def __init__(self, pool: WorkerPool, number: int) -> None:
         self._pool = pool
@@ -77,13 +83,13 @@ class _Worker:
             while self._pool.running and not self.cancelled and self._work():
                 pass
         except Exception:
-            log.exception("a worker of queue %s failed", self._pool.queue.name)
+            log.exception("queue.worker_failed", queue=self._pool.queue.name)
         finally:
-            if not self.cancelled:  # otherwise the pool has written it off already
-                self._pool.left(self)
+            if not self.cancelled:  # otherwise the pool has removed it already
+                self._pool.remove(self)
 
     def _work(self) -> bool:
-        """Handle one batch; false if there was none for so long that this worker may go."""
+        """Handle one batch; false if there was none for ``idle_timeout``."""
         batch = self._next_batch()
         if batch is None:
             return False
@@ -95,7 +101,7 @@ class _Worker:
         return True
 
     def _next_batch(self) -> Batch | None:
-        """Wait for work in short spells, so that the pool can stop."""
+        """Wait for a batch, a short time at once, so that the pool can stop."""
         until = time.monotonic() + self._pool.queue.settings.idle_timeout
         while self._pool.running:
             left = until - time.monotonic()
@@ -107,7 +113,7 @@ class _Worker:
             except QueueClosed:
                 return None
             except StorageFailed as error:
-                self._stumbled(error)
+                self._pause_after(error)
         return None
 
     def _handle(self, batch: Batch) -> None:
@@ -116,17 +122,17 @@ class _Worker:
             settle = self._attempt(batch)
         except Cancelled:
             raise
-        except BaseException as error:  # noqa: BLE001 - whatever a consumer raises is its failure
+        except BaseException as error:  # noqa: BLE001 - a consumer may raise anything
             if self._end():
-                # Kept for as long as the pause takes: nobody else is to try it meanwhile.
-                self._stumbled(error)
+                # Released after the pause: no other worker may try it before.
+                self._pause_after(error)
                 self._pool.give_back(batch)
         else:
             if self._end():
                 self._settle(batch, settle)
 
     def _attempt(self, batch: Batch) -> Callable[[], None]:
-        """Call the consumer; returns how the batch is to be settled."""
+        """Call the consumer; returns the method that settles the batch."""
         try:
             self._pool.consumer(batch)
         except Never as error:
@@ -137,34 +143,35 @@ class _Worker:
         return batch.done
 
     def _settle(self, batch: Batch, settle: Callable[[], None]) -> None:
-        """Have it recorded, however often that takes: delivered is delivered."""
+        """Record the outcome, and try again until that succeeds: the batch is delivered."""
         self._failures = 0
         while True:
             try:
                 settle()
             except AckNotStored as error:
-                if not self._stumbled(error):
+                if not self._pause_after(error):
                     self._pool.give_back(batch)
                     return
             except QueueClosed as error:
-                log.warning("%s", error)
+                log.warning("queue.batch_not_settled", queue=self._pool.queue.name, error=error)
                 return
             else:
                 self._failures = 0
                 return
 
-    def _stumbled(self, error: BaseException) -> bool:
-        """Something failed: pause; false if the pool stops."""
+    def _pause_after(self, error: BaseException) -> bool:
+        """Log a failure and pause; false if the pool stops."""
         self._failures += 1
-        log.warning("queue %s: failure %d: %r", self._pool.queue.name, self._failures, error)
-        return self._pool.pause(pause_after(self._failures, error, self._pool.jitter()))
+        name = self._pool.queue.name
+        log.warning("queue.consumer_failed", queue=name, failures=self._failures, error=error)
+        return self._pool.pause(retry_pause(self._failures, error, self._pool.jitter()))
 
     def _begin(self, batch: Batch) -> None:
         with self._guard:
             self._batch, self._since = batch, time.monotonic()
 
     def _end(self) -> bool:
-        """The consumer is through; false if it was given up meanwhile."""
+        """The consumer has ended; false if it was cancelled before."""
         with self._guard:
             self._batch = None
             if not self.cancelled:
@@ -173,11 +180,11 @@ class _Worker:
         return False
 
     def _absorb(self) -> None:
-        """Take the cancellation here if it is still on its way.
+        """Catch the cancellation here if it has not been raised yet.
 
-        Taking it back would leave Python 3.11 with something pending for good: every thread would
-        look for it again and again, and one that is traced or profiled would never go on. Raised
-        again, as there is room for one only, it is sure to come.
+        To withdraw it would leave Python 3.11 with a pending exception without end: every thread
+        would look for it again and again, and a traced or profiled thread would never go on. There
+        is room for only one pending exception, so raising it once more makes sure that it comes.
         """
         with contextlib.suppress(Cancelled):
             self._raise_inside()
@@ -185,20 +192,20 @@ class _Worker:
                 time.sleep(0)
 
     def cancel_if_over(self, limit: float) -> bool:
-        """Give the batch back if the consumer has had it for longer than ``limit`` seconds."""
+        """Cancel the consumer if it has had its batch for longer than ``limit`` seconds."""
         with self._guard:
             batch = self._batch
             if batch is None or self.cancelled or time.monotonic() - self._since <= limit:
                 return False
             self.cancelled = True
-            # Under the guard, which the worker has to pass: so it still is this thread, and what
-            # is on its way meets it nowhere but in the consumer or in _end().
+            # Under the guard, which the worker has to take: so the thread still has this batch,
+            # and the exception reaches it only in the consumer or in _end().
             self._raise_inside()
         self._pool.give_back(batch)
         return True
 
     def _raise_inside(self) -> None:
-        """Have the cancellation raised in the worker as soon as that runs Python code again."""
+        """Raise the cancellation in the worker as soon as its thread runs Python code again."""
         ident = self.thread.ident
         if ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -211,7 +218,7 @@ class WorkerPool(Closeable):
 
     def __init__(
         self,
-        queue: HoldingQueue,
+        queue: Queue,
         consumer: Consumer,
         *,
         dead_letters: DeadLetters | None = None,
@@ -219,12 +226,11 @@ class WorkerPool(Closeable):
     ) -> None:
         """Start at once. ``jitter`` varies the pauses after failures, between 0 and 1.
 
-        ``dead_letters`` takes batches refused with ``Never``; without it they are tried again for
-        ever, because nothing else would keep them.
+        ``dead_letters`` takes batches that the consumer refuses with ``Never``. Without it they are
+        tried again without end, because nothing else would keep them.
         """
-        if not isinstance(queue, HoldingQueue):
-            msg = f"a pool works on a queue that holds events, not on {type(queue).__name__}"
-            raise NotSupported(msg)
+        if not isinstance(queue, BufferedQueue) or queue.settings.kind not in STORING:
+            raise NotSupported("a pool needs a memory, disk or disk_assisted queue")
         self.queue = queue
         self.consumer = consumer
         self.dead_letters = dead_letters
@@ -243,7 +249,7 @@ class WorkerPool(Closeable):
 
     @property
     def running(self) -> bool:
-        """Whether workers go on taking batches."""
+        """Whether workers take batches."""
         return not self._stop.is_set()
 
     @property
@@ -254,15 +260,15 @@ class WorkerPool(Closeable):
 
     @property
     def cancelled(self) -> int:
-        """How many consumers overran and were cancelled."""
+        """How many consumers took too long and were cancelled."""
         return self._cancelled
 
     def pause(self, seconds: float) -> bool:
-        """Sleep, unless the pool stops first; true if it runs on."""
+        """Sleep, unless the pool stops first; true if it still runs."""
         return not self._stop.wait(seconds)
 
     def give_back(self, batch: Batch) -> None:
-        """Release a batch; while the pool stops, not before there is no worker to take it."""
+        """Release a batch; while the pool stops, only once there is no worker to take it."""
         with self._changed:
             if not self.running and not self._ended:
                 self._left_over.append(batch)
@@ -273,10 +279,13 @@ class WorkerPool(Closeable):
         try:
             batch.release()
         except BatchFreed as error:
-            log.error("queue %s: a consumer failed after free(): %s", self.queue.name, error)  # noqa: TRY400
+            # The contents are gone: the batch stays in flight until the queue is closed.
+            log.error(  # noqa: TRY400 - the traceback of the consumer was logged before
+                "queue.consumer_failed_after_free", queue=self.queue.name, error=error
+            )
 
-    def left(self, worker: _Worker) -> None:
-        """A worker has ended."""
+    def remove(self, worker: _Worker) -> None:
+        """Forget a worker that has ended."""
         with self._changed:
             self._workers.discard(worker)
             self._changed.notify_all()
@@ -284,22 +293,22 @@ class WorkerPool(Closeable):
     def _supervise(self) -> None:
         while self.running and (self.active or not self.queue.closed):
             try:
-                self._look_after_workers()
+                self._supervise_once()
             except Exception:
-                log.exception("queue %s: its workers cannot be looked after", self.queue.name)
+                log.exception("queue.supervisor_failed", queue=self.queue.name)
                 self._stop.wait(LOOK_SECONDS)
 
-    def _look_after_workers(self) -> None:
+    def _supervise_once(self) -> None:
         settings = self.queue.settings
         backlog = self.queue.await_backlog(LOOK_SECONDS if self.active else 1.0)
         if not self.queue.closed:
             minimum = settings.worker_minimum_events or settings.dequeue_batch_size
-            self._hire(wanted_workers(backlog, minimum, settings.workers))
-        self._cancel_overrunning(settings.completion_timeout)
+            self._start_workers(count_wanted_workers(backlog, minimum, settings.workers))
+        self._cancel_overdue(settings.completion_timeout)
         if self.active and (backlog or self.queue.closed):
             self._stop.wait(LOOK_SECONDS)
 
-    def _hire(self, wanted: int) -> None:
+    def _start_workers(self, wanted: int) -> None:
         with self._changed:
             while len(self._workers) < wanted and self.running:
                 self._started += 1
@@ -307,16 +316,16 @@ class WorkerPool(Closeable):
                 worker.thread.start()
                 self._workers.add(worker)
 
-    def _cancel_overrunning(self, limit: float) -> None:
+    def _cancel_overdue(self, limit: float) -> None:
         for worker in self._others():
             if worker.cancel_if_over(limit):
-                log.warning("queue %s: cancelled a consumer that overran", self.queue.name)
+                log.warning("queue.consumer_cancelled", queue=self.queue.name, seconds=limit)
                 self._cancelled += 1
-                # It may hang in C code for ever: the pool goes on without it.
-                self.left(worker)
+                # It may hang in C code without end: the pool goes on without it.
+                self.remove(worker)
 
     def _others(self) -> list[_Worker]:
-        """All workers but the caller, should it be one."""
+        """Return all workers but the caller, if it is one."""
         with self._changed:
             current = threading.current_thread()
             return [worker for worker in self._workers if worker.thread is not current]
@@ -332,11 +341,11 @@ class WorkerPool(Closeable):
             self._await_empty(settings.shutdown_timeout)
         self._stop.set()
         while self._supervisor.is_alive():
-            self.queue.wake()
+            self.queue.wake_readers()
             self._supervisor.join(LOOK_SECONDS)
         with self._changed:
             self._changed.wait_for(lambda: not self._others(), settings.completion_timeout)
-        self._cancel_overrunning(-1.0)
+        self._cancel_overdue(-1.0)
         with self._changed:
             self._ended = True
             left_over, self._left_over = self._left_over, []
@@ -350,10 +359,7 @@ class WorkerPool(Closeable):
                 break
             self._stop.wait(0.01)
         else:
-            self._warn_of_rest(timeout)
-
-    def _warn_of_rest(self, timeout: float) -> None:
-        pending = self.queue.stats().ledger.pending
-        if pending and self.running:
-            name = self.queue.name
-            log.warning("queue %s: %d events are left after draining %g s", name, pending, timeout)
+            pending = self.queue.stats().ledger.pending
+            if pending and self.running:
+                name = self.queue.name
+                log.warning("queue.drain_timed_out", queue=name, seconds=timeout, events=pending)

@@ -29,7 +29,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from turnlane.errors import RetryLater
 from turnlane.logs import get_logger
-from turnlane.retry import doubled
+from turnlane.retry import Backoff
 from turnlane.spark.batch_planning import TAKEN_EVENTS
 from turnlane.spark.errors import describe_failure
 from turnlane.spark.nodes import BreakerClient, Nodes
@@ -37,9 +37,8 @@ from turnlane.spark.steps import BreakerStates, DeliveryPaths, Suspension, find_
 
 log = get_logger(__name__)
 
-FIRST_PAUSE: Final = 1.0
-LAST_PAUSE: Final = 60.0
-"""Seconds between attempts, doubling from one to the other."""
+RESTART_BACKOFF: Final = Backoff(1.0, 60.0)
+"""Seconds between attempts to run a lane's query."""
 START_SECONDS: Final = 0.2
 """How often to check whether a query runs: Spark sends no event if the query has nothing to do."""
 POLL_SECONDS: Final = 1.0
@@ -218,7 +217,7 @@ class Lane:
             # After a batch the lane had recovered, so this is the first failure of a new series.
             failures = 1 if self._batches > batches else failures + 1
             self._state = LaneState.WAITING
-            self._stop.wait(doubled(FIRST_PAUSE, LAST_PAUSE, failures))
+            self._stop.wait(RESTART_BACKOFF.get_wait(failures))
             self._restarts += 1
         self._state = LaneState.STOPPED
 

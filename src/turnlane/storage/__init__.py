@@ -22,7 +22,7 @@ Format
     is the truth. The journal holds what the log cannot say (which events are settled, which
     sequence numbers are taken) and a hint where the log ended.
 
-Write (``log``, ``active_segment``, ``encoder``)
+Write (``log``, ``encoder``)
     One thread, the queue's writer, appends. It joins blocks into frames of about 2 MB, encodes
     them, and writes them in groups; a second thread writes one group while the next is encoded. A
     group is in the file completely, or the file is cut back to its former end. A segment's size and

@@ -39,8 +39,7 @@ from turnlane.storage.journal_records import (
     parse_payload,
     sign_record,
 )
-from turnlane.storage.producer_sequences import AcceptedSequences
-from turnlane.storage.unwritten_sequences import UnwrittenSequences
+from turnlane.storage.producer_sequences import AcceptedSequences, UnwrittenSequences
 
 JOURNAL_FILES = ("journal.a", "journal.b")
 

@@ -14,23 +14,22 @@ import contextlib
 import errno
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
 from turnlane.errors import DirectoryUnusable
 from turnlane.events import Block
-from turnlane.ledger import Outcome, OutcomeTotals
+from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
 from turnlane.storage.directory import QueueDirectory
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.encoder import CompressionMode, CompressionPolicy
 from turnlane.storage.frames import ProducerSequence
 from turnlane.storage.journal import Journal
-from turnlane.storage.journal_records import JournalState, ReturnedRange
+from turnlane.storage.journal_records import JournalState
 from turnlane.storage.log import Log, SyncFailed
-from turnlane.storage.positions import Positions
 from turnlane.storage.producer_sequences import AcceptedSequences
 from turnlane.storage.reader import LogReader, StoredEvents, UnreadableRange
 
@@ -78,17 +77,17 @@ class WritableRange(Protocol):
         """The bytes that the events count for."""
 
     @property
-    def pieces(self) -> Sequence[Block] | None:
+    def blocks(self) -> Sequence[Block] | None:
         """The events; never ``None`` for a range to write."""
 
     @property
     def sequences(self) -> Sequence[ProducerSequence]:
         """The sequence numbers of producers that the events complete."""
 
-    def part(self, first: int, end: int) -> Self:
+    def slice(self, first: int, end: int) -> Self:
         """Return the events ``first`` to ``end - 1`` as a range of their own."""
 
-    def parts(self, size: int) -> Sequence[Self]:
+    def split(self, size: int) -> Sequence[Self]:
         """Return the same events in ranges of about this size."""
 
 
@@ -111,7 +110,7 @@ class Store:
         self.journal = journal
         self._directory = directory
         self.queue_id = directory.queue_id
-        self._state = state
+        self.recovered = state
         """The journal's state when it was opened."""
         self._reader = written.create_reader()
         self._visitor = written.create_reader()
@@ -171,7 +170,7 @@ class Store:
     def take_over(self, *, sync: bool) -> None:
         """Bring journal and log up to date after recovery. Called by :meth:`open`."""
         try:
-            if not self._state.found and self.log.start:
+            if not self.recovered.found and self.log.start:
                 # Without a journal, events that are no longer on disk count as delivered.
                 self.journal.record_settled(0, self.log.start, 0, Outcome.DELIVERED)
         except OSError as error:
@@ -196,28 +195,10 @@ class Store:
 
     # The state when the store was opened
 
-    def restore_positions(self) -> Positions:
-        """Return the queue's positions."""
-        low = self._state.low if self._state.found else self.log.start
-        returned = [(first, end) for first, end, _ in self._state.returned]
-        return Positions(low, self.log.end, self._state.settled, returned)
-
-    def restore_totals(self, positions: Positions) -> OutcomeTotals:
-        """Return the counts, matched to the positions if the journal was lost or is behind."""
-        totals = OutcomeTotals(self._state.totals)
-        settled = positions.low + positions.settled.total
-        totals.add(Outcome.DELIVERED, settled - totals.numbered)
-        return totals
-
-    @property
-    def returned_ranges(self) -> list[ReturnedRange]:
-        """The ranges that consumers returned, with their next attempt."""
-        return self._state.returned
-
     def restore_sequences(self) -> dict[bytes, AcceptedSequences]:
         """Return the sequence numbers that the queue has of every producer."""
         # From both: the journal may have numbers of events that were settled and never written.
-        known = _copy_all(self._state.producers)
+        known = _copy_all(self.recovered.producers)
         for producer, found in self.log.recovered_sequences.items():
             accepted = known.pop(producer, None) or AcceptedSequences()
             accepted.update(found)
@@ -227,7 +208,7 @@ class Store:
     @property
     def unsettled_bytes(self) -> int:
         """The bytes that the unsettled events on disk count for."""
-        return max(0, self._state.bytes + self.log.recovered_events_bytes)
+        return max(0, self.recovered.bytes + self.log.recovered_events_bytes)
 
     # Writing: only the queue's writer
 
@@ -255,7 +236,7 @@ class Store:
 
     def _write(self, ranges: Sequence[RangeT]) -> None:
         # A large block becomes several frames: one of them may fit where all of it would not.
-        parts = [part for each in ranges for part in each.parts(FRAME_BYTES)]
+        parts = [part for each in ranges for part in each.split(FRAME_BYTES)]
         for run in _group_into_runs([part for part in parts if part.end > self.log.end]):
             sequences = [sequence for part in run for sequence in part.sequences]
             if self._max_unsynced_bytes is not None:
@@ -273,8 +254,8 @@ class Store:
         for each in self._unsynced:
             start, stop = max(first, each.first), min(end, each.end)
             if start < stop:
-                part = each.part(start, stop)
-                yield start, part.pieces or (), part.sequences
+                part = each.slice(start, stop)
+                yield start, part.blocks or (), part.sequences
                 first = stop
 
     def _forget_synced(self) -> None:
@@ -338,12 +319,12 @@ class Store:
             for first, end in accepted
         ]
 
-    def find_settled_segments(self, positions: Positions) -> list[int]:
+    def find_settled_segments(self, is_settled: Callable[[int, int], bool]) -> list[int]:
         """Return the segments whose events are all settled, without the active one."""
         return [
             span.first
             for span in self.log.list_inactive_segments()
-            if positions.is_settled(span.first, span.end)
+            if is_settled(span.first, span.end)
         ]
 
     def remove_segments(self, segments: Sequence[int]) -> None:
@@ -429,6 +410,6 @@ def group_into_frames(ranges: Sequence[WritableRange]) -> list[list[Block]]:
         if not frames or size + each.size / 2 > end:
             frames.append([])
             end = len(frames) * step
-        frames[-1].extend(each.pieces or ())
+        frames[-1].extend(each.blocks or ())
         size += each.size
     return frames

@@ -8,10 +8,9 @@ from bisect import bisect_right
 
 from turnlane.errors import QueueClosed, QueueFull, TransportDown
 from turnlane.events import Block
-from turnlane.queues.acks import Ticket
+from turnlane.queues.acks import AckWaiter
 from turnlane.queues.api import AckLevel, Batch, Durability, Progress
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.producer import hashed
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.storage.producer_sequences import GapPolicy
 
 LOOK_SECONDS = 0.002
@@ -23,12 +22,12 @@ BUSY_SECONDS = 0.05
 class LoopbackTransport:
     """The way to a node that is not there: the queue at the far end is in this process.
 
-    For a ``ProxyQueue`` it looks like a network. While ``far_queue`` is full, sending blocks; once
+    For a proxy queue it looks like a network. While ``far_queue`` is full, sending blocks; once
     it takes no more events, the node cannot be reached. The far queue remains the test's own, to
     read from, to look into and to close.
     """
 
-    def __init__(self, far_queue: HoldingQueue) -> None:
+    def __init__(self, far_queue: BufferedQueue) -> None:
         self.far_queue = far_queue
         self._lock = threading.Lock()
         self._routes: dict[str, _Route] = {}
@@ -47,17 +46,17 @@ class LoopbackTransport:
 class LoopbackConnection:
     """A stream to the far queue. Made by :meth:`LoopbackTransport.connect`."""
 
-    def __init__(self, far_queue: HoldingQueue, producer_id: str, route: _Route) -> None:
+    def __init__(self, far_queue: BufferedQueue, producer_id: str, route: _Route) -> None:
         self._far_queue = far_queue
         self._route = route
         self._closed = threading.Event()
         self._told: Progress | None = None
-        self._ticket: Ticket | None = None
-        with far_queue.lock:
-            if far_queue.gate.closed:
-                raise TransportDown(f"queue {far_queue.name!r} takes no more events")
-            self._resume_at = far_queue.next_sequence(hashed(producer_id))
-        self._producer = far_queue.producer(producer_id=producer_id, gaps=GapPolicy.FORGET)
+        self._urge: AckWaiter | None = None
+        try:
+            self._producer = far_queue.producer(producer_id=producer_id, gaps=GapPolicy.FORGET)
+        except QueueClosed as error:
+            raise TransportDown(f"queue {far_queue.name!r} takes no more events") from error
+        self._resume_at = far_queue.known_sequence(producer_id) or 0
         route.reached(self._resume_at)
 
     @property
@@ -85,15 +84,8 @@ class LoopbackConnection:
 
     def urge(self) -> None:
         """Have the far queue make haste with all that it has by now."""
-        with self._far_queue.lock:
-            self._forget_ticket()
-            self._ticket = self._far_queue.hurry(AckLevel.PERSISTED, self._far_queue.end)
-
-    def _forget_ticket(self) -> None:
-        """Under the far queue's lock."""
-        if self._ticket is not None:
-            self._far_queue.watermarks[AckLevel.PERSISTED].withdraw(self._ticket)
-            self._ticket = None
+        self._far_queue.cancel_urge(self._urge)
+        self._urge = self._far_queue.urge(AckLevel.PERSISTED, self._far_queue.end)
 
     def progress(self, timeout: float) -> Progress | None:
         """Look at the far queue until it has come further than was last told."""
@@ -112,14 +104,13 @@ class LoopbackConnection:
     def close(self) -> None:
         """Let go."""
         self._closed.set()
-        with self._far_queue.lock:
-            self._forget_ticket()
+        self._far_queue.cancel_urge(self._urge)
 
 
 class _Route:
     """Which sequence numbers of one producer lie below which offsets of the far queue."""
 
-    def __init__(self, far_queue: HoldingQueue) -> None:
+    def __init__(self, far_queue: BufferedQueue) -> None:
         self._far_queue = far_queue
         self._lock = threading.Lock()
         self._sequences = [0]
@@ -134,9 +125,7 @@ class _Route:
 
     def progress(self) -> Progress:
         """How far the far queue has come. Never too far: offsets are upper bounds."""
-        with self._far_queue.lock:
-            persisted = self._far_queue.watermarks[AckLevel.PERSISTED].position
-            delivered = self._far_queue.watermarks[AckLevel.DELIVERED].position
+        persisted, delivered = self._far_queue.ack_positions()
         with self._lock:
             progress = Progress(self._sequences[-1], self._below(persisted), self._below(delivered))
             self._forget(progress.delivered)

@@ -58,7 +58,7 @@ class FaultyOutput(Output):
             self._changed.notify_all()
         try:
             error = planned or (self.fault(prepared) if self.fault is not None else None)
-            self._note(prepared, error)
+            self._record(prepared, error)
         finally:
             with self._changed:
                 self._in_flight -= 1
@@ -68,7 +68,7 @@ class FaultyOutput(Output):
     def close(self) -> None:
         """Nothing to let go of."""
 
-    def _note(self, block: Block, error: BaseException | None) -> None:
+    def _record(self, block: Block, error: BaseException | None) -> None:
         with self._changed:
             if error is None:
                 self.taken.append(block)

@@ -15,7 +15,7 @@ from turnlane.inputs.files.publisher import LinePublisher
 from turnlane.inputs.files.state import FilesSettings, PositionsFile
 from turnlane.inputs.files.tail import Chunk, Replaced, Tail, Watch
 from turnlane.inputs.files.tracker import Roster
-from turnlane.queues.core import MAX_SEQUENCES
+from turnlane.queues.state import MAX_SEQUENCES
 from turnlane.storage.disk_io import Disk
 
 log = logging.getLogger(__name__)

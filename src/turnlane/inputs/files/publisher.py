@@ -14,9 +14,9 @@ from turnlane.formats.lines import repeated
 from turnlane.inputs.files.state import Entry, FilesSettings, Mark
 from turnlane.inputs.files.tail import Chunk, Tail
 from turnlane.queues.api import Ack, AckLevel, FullBehavior, Published
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.knobs import Kind
-from turnlane.queues.producer import HoldingProducer, hashed
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.producer import BufferedProducer
+from turnlane.queues.settings import Kind
 from turnlane.storage.producer_sequences import GapPolicy
 
 PATIENCE = 0.5
@@ -33,7 +33,7 @@ class LinePublisher:
     """Publishes chunks of files into one queue."""
 
     def __init__(
-        self, queue: HoldingQueue, settings: FilesSettings, on_progress: Callable[[Tail], None]
+        self, queue: BufferedQueue, settings: FilesSettings, on_progress: Callable[[Tail], None]
     ) -> None:
         self.queue = queue
         self._settings = settings
@@ -42,22 +42,22 @@ class LinePublisher:
         # On a disk queue a position is saved with the lines; the positions file only follows.
         self._level = AckLevel.PERSISTED if self.durable else settings.ack
         self._drops_are_losses = queue.settings.full_behavior is FullBehavior.BLOCK
-        self._producers: dict[Tail, tuple[str, HoldingProducer]] = {}
-        self._max_rows = max(1, queue.gate.size // SHARE)
-        self._max_bytes = max(1, queue.gate.max_bytes // SHARE)
+        self._producers: dict[Tail, tuple[str, BufferedProducer]] = {}
+        self._max_rows = max(1, queue.max_events // SHARE)
+        self._max_bytes = max(1, queue.max_bytes // SHARE)
 
     def longest(self, source: str) -> int:
         """The longest line that an event can hold."""
-        largest = min(self.queue.settings.max_event_bytes, self.queue.gate.max_bytes)
+        largest = self.queue.max_event_bytes
         room = largest - len(source.encode()) - ROW_BYTES
         return max(1, min(self._settings.max_line_bytes, room))
 
     def position(self, entry: Entry) -> int:
         """Where to continue: the queue's answer, or the saved position if the queue has none."""
-        accepted = self.queue.sequences.get(hashed(entry.id))
-        if accepted is None:
+        known = self.queue.known_sequence(entry.id)
+        if known is None:
             return entry.offset
-        return accepted.end if self.durable else max(entry.offset, accepted.end)
+        return known if self.durable else max(entry.offset, known)
 
     def publish(self, tail: Tail, chunk: Chunk, go_on: Callable[[], bool]) -> int:
         """Publish a chunk, however long the queue is full; returns how many of its lines went in.
@@ -81,7 +81,7 @@ class LinePublisher:
         return first
 
     def _put(
-        self, producer: HoldingProducer, piece: Block, sequence: int, go_on: Callable[[], bool]
+        self, producer: BufferedProducer, piece: Block, sequence: int, go_on: Callable[[], bool]
     ) -> Published | None:
         while True:
             try:
@@ -118,7 +118,7 @@ class LinePublisher:
             names.append("file_offset")
         return pa.RecordBatch.from_arrays(arrays, names=names)
 
-    def _producer(self, tail: Tail) -> HoldingProducer:
+    def _producer(self, tail: Tail) -> BufferedProducer:
         assert tail.id is not None
         known, producer = self._producers.get(tail, ("", None))
         if producer is None or known != tail.id:

@@ -14,7 +14,6 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -23,7 +22,7 @@ from pydantic import Field, field_validator
 from turnlane.errors import DirectoryUnusable
 from turnlane.inputs.api import InputSettings
 from turnlane.queues.api import Ack, FlowControl
-from turnlane.queues.producer import hashed
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.storage.disk_io import Disk
 from turnlane.units import Duration, Size
 
@@ -84,18 +83,18 @@ def base_id(label: str, key: FileKey, head: Mark) -> str:
     return f"files/{label}/{key.device}/{key.inode}/{head.length}-{head.digest}"
 
 
-def fresh_id(base: str, sequences: Mapping[bytes, object]) -> str:
+def fresh_id(base: str, queue: BufferedQueue) -> str:
     """An id under which the queue has nothing yet."""
     generation = 0
-    while hashed(f"{base}/{generation}") in sequences:
+    while queue.known_sequence(f"{base}/{generation}") is not None:
         generation += 1
     return f"{base}/{generation}"
 
 
-def latest_id(base: str, sequences: Mapping[bytes, object]) -> str | None:
+def latest_id(base: str, queue: BufferedQueue) -> str | None:
     """The id under which the queue has the newest lines of a file; ``None`` if it has none."""
     ids = (f"{base}/{generation}" for generation in reversed(range(GENERATIONS)))
-    return next((each for each in ids if hashed(each) in sequences), None)
+    return next((each for each in ids if queue.known_sequence(each) is not None), None)
 
 
 log = logging.getLogger(__name__)

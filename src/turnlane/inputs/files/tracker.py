@@ -140,12 +140,12 @@ class Roster:
 
     def introduce(self, tail: Tail, head: Mark) -> None:
         """Give a tail its id, from its first line. It publishes once that is saved."""
-        sequences = self._publisher.queue.sequences
+        queue = self._publisher.queue
         base = base_id(self._settings.label, tail.key, head)
-        known = latest_id(base, sequences) if tail.recover and sequences else None
+        known = latest_id(base, queue) if tail.recover and queue.has_numbered_producers else None
         tail.recover = False
         tail.head = head
-        tail.id = known or fresh_id(base, sequences)
+        tail.id = known or fresh_id(base, queue)
         entry = self._entry(tail)
         if known is not None:
             tail.position = self._publisher.position(entry)

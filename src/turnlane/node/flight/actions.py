@@ -160,7 +160,7 @@ class Actions:
             if not (room and self._node.commits.wait_for_settling_commits(queue, seconds)):
                 return {"spans": [], "pending": 0, "end": queue.end, "low": queue.low, "kept": 0}
         newest = command.newest * room // command.events
-        found = queue.unsettled(room, newest, command.first)
+        found = queue.find_unsettled(room, newest, command.first)
         kept = 0 if command.lane is None else self._node.lanes.count_kept(command.lane)
         return {**found._asdict(), "low": queue.low, "kept": kept}
 
@@ -273,7 +273,7 @@ class Actions:
         if not self._node.commits.wait_for_settling_commits(queue, PLAN_SECONDS):
             raise RetryLater(f"an earlier commit of events of {command.queue!r} is still running")
         # The client's list of unsettled offsets may be out of date by now.
-        spans = queue.unsettled_of(command.spans)
+        spans = queue.filter_unsettled(command.spans)
         self._node.lanes.plan(command.lane, command.run, nothing._replace(spans=spans))
         return {"spans": spans}
 
@@ -286,7 +286,7 @@ class Actions:
     def purge(self, command: PurgeCommand, caller: Caller) -> Answer:
         """Throw events away, after an entry in the audit log."""
         queue = self._node.queue(command.queue)
-        spans = queue.unsettled_of(command.spans)
+        spans = queue.filter_unsettled(command.spans)
         events = count_offsets(spans)
         if events:
             by = caller.authority.identify(caller.bearer)

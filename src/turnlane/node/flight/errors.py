@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from turnlane.errors import Bug, ConfigError, NotAllowed, QueueClosed, RetryLater, TurnlaneError
 from turnlane.logs import get_logger
+from turnlane.memory_limit import memory_limit
 from turnlane.node.flight.commands import MAX_WAIT
-from turnlane.queues.memory_limit import memory_limit
 from turnlane.units import Duration, Size
 
 log = get_logger(__name__)

@@ -27,11 +27,9 @@ from turnlane.errors import EventTooLarge, NotAllowed, QueueClosed, QueueFull, T
 from turnlane.events import Block
 from turnlane.logs import get_logger
 from turnlane.node.flight.commands import BlockMetadata, PublishCommand, parse_command
-from turnlane.queues.acks import Ticket
+from turnlane.queues.acks import AckWaiter
 from turnlane.queues.api import AckLevel, Progress
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.disk import DiskQueue
-from turnlane.queues.producer import hashed
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.storage.producer_sequences import GapPolicy
 
 log = get_logger(__name__)
@@ -100,7 +98,7 @@ def _check_size(block: Block, most: int) -> None:
 class SequenceMap:
     """Maps offsets of a queue to the sequence numbers of one producer. Thread-safe."""
 
-    def __init__(self, queue: HoldingQueue) -> None:
+    def __init__(self, queue: BufferedQueue) -> None:
         self.queue = queue
         self.publish_lock = threading.Lock()
         """Held while a stream publishes; a new stream waits here for the stream before."""
@@ -122,9 +120,10 @@ class SequenceMap:
 
     def get_progress(self) -> Progress:
         """Return the progress in sequence numbers of the producer."""
-        with self.queue.lock:
-            persisted = self.queue.watermarks[AckLevel.PERSISTED].position
-            delivered = self.queue.watermarks[AckLevel.DELIVERED].position
+        positions = None
+        # Repeated until no watermark moves between reading the positions and setting _wake_at.
+        while positions != (positions := self.queue.ack_positions()):
+            persisted, delivered = positions
             with self._lock:
                 progress = Progress(
                     self._numbers[-1], self._below(persisted), self._below(delivered)
@@ -163,7 +162,7 @@ class SequenceMaps:
         self._lock = threading.Lock()
         self._maps: dict[tuple[str, str], SequenceMap] = {}
 
-    def get(self, queue: HoldingQueue, producer: str) -> SequenceMap:
+    def get(self, queue: BufferedQueue, producer: str) -> SequenceMap:
         """Return the map of a producer and a queue."""
         key = queue.name, producer
         with self._lock:
@@ -198,7 +197,7 @@ class PublishStream:
     def __init__(
         self,
         instance: str,
-        queue: HoldingQueue,
+        queue: BufferedQueue,
         command: PublishCommand,
         maps: SequenceMaps,
         peer: Peer,
@@ -221,7 +220,7 @@ class PublishStream:
         self._late_end = 0
         """The offset after the last event whose number is below an earlier reported one."""
         self._unsynced = 0
-        self._ticket: Ticket | None = None
+        self._waiter: AckWaiter | None = None
         self._reported: Progress | None = None
         self._news = threading.Condition()
         self._is_news = True
@@ -233,10 +232,7 @@ class PublishStream:
         """Serve the client until it has sent everything. Raises the error that ends it early."""
         self._take_over()
         reporter = threading.Thread(target=self._report_all, name="turnlane-reporter", daemon=True)
-        marks = self._queue.watermarks.values()
-        with self._queue.lock:
-            for mark in marks:
-                mark.watch(self._moved)
+        self._queue.observe_acks(self._moved)
         try:
             self._greet()
             reporter.start()
@@ -244,10 +240,8 @@ class PublishStream:
                 self._take(block, metadata)
             self._await_level()
         finally:
-            with self._queue.lock:
-                for mark in marks:
-                    mark.unwatch(self._moved)
-                self._forget_ticket()
+            self._queue.unobserve_acks(self._moved)
+            self._queue.cancel_urge(self._waiter)
             self._end("")
             if reporter.ident is not None:
                 reporter.join()
@@ -259,12 +253,7 @@ class PublishStream:
         A stream that waits for data of its client ends when the next data arrives.
         """
         self._end(why)
-        self._producer.close()
-        with self._queue.lock:
-            line = self._queue.gate.line
-            for waiter in [each for each in line if _publisher_of(each) is self._producer]:
-                self._queue.gate.leave(waiter)
-                waiter.refuse()
+        self._producer.abort()
 
     # ── one stream at a time ──────────────────────────────────────────────────────────────────────
 
@@ -282,9 +271,8 @@ class PublishStream:
                     return
 
     def _resume(self) -> None:
-        with self._queue.lock:
-            if self._name is not None:
-                self._next = self._queue.next_sequence(hashed(self._name))
+        if self._name is not None:
+            self._next = self._queue.known_sequence(self._name) or 0
         self._highest = self._next
         self._sequences.record(self._next)
 
@@ -328,17 +316,10 @@ class PublishStream:
     def _urge(self) -> None:
         """Request a sync of all present events, as for a publisher that waits for it."""
         self._unsynced = 0
-        if not isinstance(self._queue, DiskQueue):
+        if self._queue.usual_level is not AckLevel.PERSISTED:
             return  # other kinds do not persist
-        with self._queue.lock:
-            self._forget_ticket()
-            self._ticket = self._queue.hurry(AckLevel.PERSISTED, self._queue.end)
-
-    def _forget_ticket(self) -> None:
-        """Withdraw the request for a sync. The caller holds the queue's lock."""
-        if self._ticket is not None:
-            self._queue.watermarks[AckLevel.PERSISTED].withdraw(self._ticket)
-            self._ticket = None
+        self._queue.cancel_urge(self._waiter)
+        self._waiter = self._queue.urge(AckLevel.PERSISTED, self._queue.end)
 
     def _publish_some(self, block: Block) -> int:
         """Publish a block; return how many events the queue took within its full timeout."""
@@ -449,11 +430,7 @@ class PublishStream:
             )
         # Late events have higher offsets than the pairs of the sequence map.
         while self._late_end and self._level is not AckLevel.ACCEPTED and not self._over:
-            if self._queue.reaches(self._level, self._late_end, LOOK_SECONDS):
+            if self._queue.wait_level(self._level, self._late_end, LOOK_SECONDS):
                 break
         if not self._peer.is_gone():
             self._check()
-
-
-def _publisher_of(waiter: object) -> object:
-    return getattr(getattr(waiter, "entry", None), "producer", None)

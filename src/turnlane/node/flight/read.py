@@ -34,7 +34,7 @@ from turnlane.node.flight.commands import (
 from turnlane.node.flight.errors import translate_errors
 from turnlane.node.leases import BatchLease, Leases
 from turnlane.node.tables import Tables, TableStream
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.table.shards import KeyRange
 
 log = get_logger(__name__)
@@ -70,16 +70,15 @@ class AbortableWait:
             raise TransportDown("the node is stopping, or the client has left")
 
 
-def get_queue_schema(queue: HoldingQueue) -> pa.Schema:
+def get_queue_schema(queue: BufferedQueue) -> pa.Schema:
     """Return all columns that a queue has had: the base columns first."""
-    with queue.lock:
-        seen: dict[str, Any] = dict(queue.types)
+    seen = queue.columns()
     extra = [pa.field(name, kind) for name, kind in seen.items() if name not in BASE_SCHEMA.names]
     return pa.schema([*BASE_SCHEMA, *extra])
 
 
 def read_stream(
-    queue: HoldingQueue, command: ReadCommand, call: ExitStack
+    queue: BufferedQueue, command: ReadCommand, call: ExitStack
 ) -> flight.FlightDataStream:
     """Return the stream of a range, with one schema. The call ends with the stream."""
     end = queue.end if command.end is None else command.end
@@ -135,7 +134,7 @@ def _project_block(block: Block, schema: pa.Schema) -> Block:
 
 def consume_stream(
     leases: Leases,
-    queue: HoldingQueue,
+    queue: BufferedQueue,
     command: ConsumeCommand,
     wait: AbortableWait,
     call: ExitStack,
@@ -158,7 +157,7 @@ def consume_stream(
 
 
 def _take_lease(
-    leases: Leases, queue: HoldingQueue, command: ConsumeCommand, wait: AbortableWait
+    leases: Leases, queue: BufferedQueue, command: ConsumeCommand, wait: AbortableWait
 ) -> BatchLease | None:
     for seconds in wait.slices():
         try:

@@ -29,7 +29,7 @@ from turnlane.node.http.request import (
     json_body,
     json_response,
 )
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import QueueSettings
 from turnlane.serving.auth import Right
 from turnlane.validation import suggest
@@ -167,7 +167,7 @@ def _check_names(knobs: dict[str, Any]) -> None:
             raise ConfigError(knob[:80], f"there is no such knob{suggest(knob, _KNOBS)}")
 
 
-def _describe_queue(queue: HoldingQueue) -> QueueJson:
+def _describe_queue(queue: BufferedQueue) -> QueueJson:
     settings = queue.settings.model_dump(mode="json", exclude={"path", "name"}, exclude_none=True)
     return {
         "name": queue.name,

@@ -43,7 +43,6 @@ from turnlane.node.http.tables import TableRoutes
 from turnlane.node.metrics import CONTENT_TYPE, CountedInput, NodeCollector, TableCollector
 from turnlane.node.node import Node
 from turnlane.node.tables import Tables
-from turnlane.queues.disk import StoredQueue
 from turnlane.runtime import Closeable
 from turnlane.serving.address import Address
 from turnlane.serving.auth import Authority, Right
@@ -182,9 +181,9 @@ class NodeRoutes:
         starting = self._waiting_for()
         reasons = [] if starting is None else [f"the node is starting: {starting}"]
         return reasons + [
-            f"queue {name!r} cannot write to its disk: {queue.trouble}"
+            f"queue {name!r} cannot write to its disk: {queue.storage_failure}"
             for name, queue in sorted(self._context.node.queues().items())
-            if isinstance(queue, StoredQueue) and queue.troubled
+            if queue.storage_failure
         ]
 
     @endpoint(

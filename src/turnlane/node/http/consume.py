@@ -31,7 +31,7 @@ from turnlane.node.http.request import (
     whole_number,
 )
 from turnlane.node.leases import BatchLease
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.serving.auth import Right
 from turnlane.serving.threads import ThreadLimiter
 
@@ -183,7 +183,7 @@ class ConsumeRoutes:
         return Response(body, media_type="application/json")
 
     def _take(
-        self, queue: HoldingQueue, most: int, wait: float, seconds: float, holder: str
+        self, queue: BufferedQueue, most: int, wait: float, seconds: float, holder: str
     ) -> tuple[BatchLease, bytes] | None:
         try:
             lease = self._context.node.leases.take(queue, most, wait, seconds, holder)
@@ -267,7 +267,7 @@ class ConsumeRoutes:
         return lease_id
 
 
-def _peek(queue: HoldingQueue, first: int, most: int) -> bytes:
+def _peek(queue: BufferedQueue, first: int, most: int) -> bytes:
     events: list[EventJson] = []
     size = 0
     while len(events) < most and size < PEEK_BYTES:  # one read ends where a stored block ends

@@ -56,8 +56,7 @@ from turnlane.node.http.request import (
     whole_number,
 )
 from turnlane.queues.api import Ack, AckLevel, Published
-from turnlane.queues.consumer import HoldingQueue
-from turnlane.queues.disk import StoredQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.serving.auth import Right
 from turnlane.serving.threads import ThreadLimiterByQueue
 from turnlane.storage.producer_sequences import GapPolicy
@@ -309,7 +308,7 @@ class Publishing:
 
     async def publish(
         self,
-        queue: HoldingQueue,
+        queue: BufferedQueue,
         block: Block,
         level: AckLevel,
         timeout: float,  # noqa: ASYNC109 - as everywhere else
@@ -326,7 +325,7 @@ class Publishing:
         _check_fits(queue, block)
         deadline = time.monotonic() + timeout
         # One that may drop older events writes that down at once.
-        if numbered is not None or not queue.door.blocks:
+        if numbered is not None or not queue.blocks_when_full:
             threads = self._threads.of(queue.name)
             if threads.is_exhausted:
                 raise TransportDown("the queue has too many such requests at a time", after=1.0)
@@ -340,14 +339,14 @@ class Publishing:
         return published
 
     async def _stand_in_line(
-        self, queue: HoldingQueue, block: Block, level: AckLevel, deadline: float
+        self, queue: BufferedQueue, block: Block, level: AckLevel, deadline: float
     ) -> Published:
         threads = self._threads.of(queue.name)
         if threads.is_exhausted:  # the line is long enough
             raise no_room(queue)
         return await threads.run(_publish, queue, block, level, deadline)
 
-    def _follower(self, queue: HoldingQueue, level: AckLevel) -> _Follower:
+    def _follower(self, queue: BufferedQueue, level: AckLevel) -> _Follower:
         follower = self._followers.get((queue.name, level))
         if follower is None or follower.queue is not queue:  # dropped and created again
             follower = _Follower(queue, level, asyncio.get_running_loop())
@@ -359,7 +358,7 @@ class _Follower:
     """The requests that wait for one level of one queue, in the order of their offsets."""
 
     def __init__(
-        self, queue: HoldingQueue, level: AckLevel, loop: asyncio.AbstractEventLoop
+        self, queue: BufferedQueue, level: AckLevel, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.queue = queue
         self._level = level
@@ -372,8 +371,7 @@ class _Follower:
         """Wait for all below ``end``. Raises as :meth:`Publishing.publish` does."""
         told: asyncio.Future[int] = self._loop.create_future()
         self._waiting.append((end, told))
-        with self.queue.lock:  # so that it gathers as many as come
-            self.queue.hurry(self._level, end)
+        self.queue.urge(self._level, end)  # so that it gathers as many as come
         while not told.done():
             left = deadline - time.monotonic()
             if self.queue.closed:
@@ -383,7 +381,7 @@ class _Follower:
                     f"the events are in queue {self.queue.name!r}, but not yet {self._level}"
                 )
             await asyncio.wait([told], timeout=min(left, _LOOK_AGAIN))
-        if told.result() and self.queue.door.blocks:
+        if told.result() and self.queue.blocks_when_full:
             # Which requests' events an ack counts as lost is not known: all send again, none lose.
             raise StorageFailed(f"queue {self.queue.name!r} lost events to a failing disk")
 
@@ -398,15 +396,15 @@ class _Follower:
                 told.set_result(ack.dropped)
 
 
-def no_room(queue: HoldingQueue) -> QueueFull | StorageFailed:
+def no_room(queue: BufferedQueue) -> QueueFull | StorageFailed:
     """Return the error that says why the queue takes nothing at this moment."""
-    if isinstance(queue, StoredQueue) and queue.troubled:
+    if queue.storage_failure:
         return StorageFailed(f"queue {queue.name!r} cannot write to its disk")
     return QueueFull(f"queue {queue.name!r} is full")
 
 
 def _publish(
-    queue: HoldingQueue,
+    queue: BufferedQueue,
     block: Block,
     level: AckLevel,
     deadline: float,
@@ -422,10 +420,10 @@ def _publish(
         raise no_room(queue) from error
 
 
-def _check_fits(queue: HoldingQueue, block: Block) -> None:
+def _check_fits(queue: BufferedQueue, block: Block) -> None:
     """Raise ``EventTooLarge`` for a block that could enter the queue only in parts."""
-    if block.num_rows > queue.gate.size or block.nbytes > queue.gate.max_bytes:
+    if block.num_rows > queue.max_events or block.nbytes > queue.max_bytes:
         raise EventTooLarge(
             f"{block.num_rows} events of {block.nbytes} bytes are more than queue {queue.name!r} "
-            f"holds ({queue.gate.size} events, {queue.gate.max_bytes} bytes); send fewer at a time"
+            f"holds ({queue.max_events} events, {queue.max_bytes} bytes); send fewer at a time"
         )

@@ -28,7 +28,7 @@ from typing_extensions import TypeVar
 
 from turnlane.node.http.events import parse_object
 from turnlane.node.node import Node
-from turnlane.queues.consumer import HoldingQueue
+from turnlane.queues.buffered import BufferedQueue
 from turnlane.serving.auth import Authority, Right, parse_bearer
 from turnlane.serving.http_body import BodyLimits, read_body
 from turnlane.serving.threads import ThreadLimiter
@@ -265,7 +265,7 @@ class Call(Generic[Parameters, Content]):
         """Raise ``NotAllowed`` unless the token has the endpoint's right on the queue."""
         self._context.check_rights(self.bearer, self._endpoint.access.rights, queue)
 
-    def find_queue(self) -> HoldingQueue:
+    def find_queue(self) -> BufferedQueue:
         """Return the queue in the path. Raises ``NoSuchQueue``."""
         return self._context.node.queue(self.request.path_params["queue"])
 

@@ -1,4 +1,4 @@
-"""Writes to a file output until it is killed, or as much as it is told."""
+"""Writes batches to a file output: a given number of them, or until it is killed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 from itertools import count
 
-from tests.outputs.blocks import handed
+from tests.outputs.blocks import make_block
 from turnlane.outputs.file import FileOutput, FileOutputSettings
 
 
@@ -16,7 +16,7 @@ def main() -> None:
     with FileOutput(FileOutputSettings.model_validate(knobs)) as output:
         for number in count() if batches < 0 else range(batches):
             lines = [b"%s %d %d %s" % (name.encode(), number, at, b"x" * width) for at in range(10)]
-            output.send(output.prepare(handed(lines)))
+            output.send(output.prepare(make_block(lines)))
             sys.stdout.write(f"{number}\n")
             sys.stdout.flush()
 
