@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import cramjam
+import pyarrow as pa
 
 TIMEOUT = 30.0
 
@@ -54,11 +54,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def read(self) -> ReceivedRequest:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        match self.headers.get("content-encoding"):
-            case "gzip":
-                body = bytes(cramjam.gzip.decompress(body))
-            case "zstd":
-                body = bytes(cramjam.zstd.decompress(body))
+        encoding: Any = self.headers.get("content-encoding")
+        if encoding is not None:
+            body = pa.input_stream(pa.py_buffer(body), compression=encoding).read()
         headers = {name.lower(): value for name, value in self.headers.items()}
         return ReceivedRequest(self.command, self.path, headers, body)
 
