@@ -17,7 +17,7 @@ from benchmarks.served import CONFIG, Served, served
 from turnlane.cli.spark_session import session
 from turnlane.config import load
 from turnlane.pipeline.settings import SparkSettings
-from turnlane.spark.runner import PipelinePlan, PipelineRunner
+from turnlane.spark.pipeline import PipelinePlan, PipelineRunner
 
 MASTER = "local[2]"
 PATIENCE = 300.0

@@ -11,7 +11,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from tests.spark.loop import SCHEMA
 from tests.spark.nodes import Served
 from turnlane.spark.options import ReadOptions
-from turnlane.spark.stream_reader import QueueStreamReader
+from turnlane.spark.queue_reader import QueueStreamReader
 
 
 def both(*nodes: Served) -> str:

@@ -16,7 +16,7 @@ from pyspark.sql.datasource import (
 )
 
 from turnlane.spark.batch_planning import NodeRange, cut_into_ranges, limit_ends
-from turnlane.spark.batch_reader import extract_bounds
+from turnlane.spark.queue_reader import extract_bounds
 
 extents = st.dictionaries(
     st.integers(0, 4), st.tuples(st.integers(0, 1000), st.integers(0, 10_000)), min_size=1

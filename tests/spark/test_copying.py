@@ -21,7 +21,6 @@ from turnlane.events import block_of
 from turnlane.intervals import MAX_GAP
 from turnlane.node.commit_record import Commit
 from turnlane.spark.batch_planning import TaskSpans
-from turnlane.spark.batch_reader import read_task_spans
 from turnlane.spark.by_reference import (
     SPAN_ROW_SCHEMA,
     CopyTask,
@@ -30,6 +29,7 @@ from turnlane.spark.by_reference import (
 )
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import LaneWriteOptions
+from turnlane.spark.queue_reader import read_task_spans
 from turnlane.spark.row_codec import RowBuilder, build_event_schema
 from turnlane.spark.task import TaskResult
 

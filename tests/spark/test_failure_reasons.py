@@ -15,10 +15,10 @@ from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException, StreamingQueryException
 
 from turnlane.errors import TransportDown
-from turnlane.spark import user_code
+from turnlane.spark import transforms
 from turnlane.spark.errors import MAX_REASON_LENGTH, describe_failure
 from turnlane.spark.lane import LaneState, LaneStatus
-from turnlane.spark.runner import PipelineRunner
+from turnlane.spark.pipeline import PipelineRunner
 
 QUERY = """\
 [STREAM_FAILED] Query [id = {id}, runId = {run}] terminated with exception: {cause} SQLSTATE: XXKST
@@ -172,8 +172,8 @@ def within(events):
 def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     (tmp_path / "shop_reasons.py").write_text(RULES)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(user_code, "_versions", {})
-    yield user_code.import_user_module("shop_reasons")
+    monkeypatch.setattr(transforms, "_versions", {})
+    yield transforms.import_user_module("shop_reasons")
     del sys.modules["shop_reasons"]
 
 

@@ -25,7 +25,7 @@ from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSet
 from turnlane.queues.settings import QueueSettings
 from turnlane.spark.lane import LaneState, LaneStatus
 from turnlane.spark.pipeline import Pipeline
-from turnlane.spark.stream_reader import QuerySettler
+from turnlane.spark.queue_reader import QuerySettler
 from turnlane.testing import FaultyDisk
 
 PATIENCE = 180.0

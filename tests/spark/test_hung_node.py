@@ -21,8 +21,8 @@ from turnlane.spark import nodes
 from turnlane.spark import nodes as nodes_module
 from turnlane.spark.batch_planning import QueryPosition
 from turnlane.spark.nodes import BreakerClient, LaneCommit, LaneNodes, Nodes
+from turnlane.spark.queue_reader import QuerySettler
 from turnlane.spark.steps import LaneStep
-from turnlane.spark.stream_reader import QuerySettler
 
 pytestmark = pytest.mark.timeout(20)  # Less than the time that a node has to answer.
 PATIENCE = 10.0

@@ -10,7 +10,6 @@ from pydantic.fields import FieldInfo
 from pyspark.sql.types import StructType
 
 from turnlane.errors import ConfigError
-from turnlane.spark.batch_reader import QueueBatchReader
 from turnlane.spark.options import (
     Options,
     ReadOptions,
@@ -20,6 +19,7 @@ from turnlane.spark.options import (
     parse_read_options,
     parse_write_options,
 )
+from turnlane.spark.queue_reader import QueueBatchReader
 from turnlane.spark.row_codec import get_read_schema
 from turnlane.spark.source import TurnlaneSource
 

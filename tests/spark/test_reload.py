@@ -21,7 +21,7 @@ from turnlane.queues.settings import QueueSettings
 from turnlane.spark import pipeline as pipelines
 from turnlane.spark.checks import check_pipeline
 from turnlane.spark.lane import LaneState
-from turnlane.spark.runner import LanesStillRunning, PipelinePlan, PipelineRunner
+from turnlane.spark.pipeline import LanesStillRunning, PipelinePlan, PipelineRunner
 from turnlane.testing import FaultyDisk
 
 PATIENCE = 180.0

@@ -11,7 +11,7 @@ from tests.spark.nodes import serving
 from turnlane.errors import TransportDown
 from turnlane.pipeline.settings import PipelineSettings
 from turnlane.spark.lane import LaneState, LaneStatus
-from turnlane.spark.runner import PipelinePlan, PipelineRunner, create_missing_queues
+from turnlane.spark.pipeline import PipelinePlan, PipelineRunner, create_missing_queues
 
 
 class FakePipeline:

@@ -20,7 +20,7 @@ from turnlane.outputs.file import FileOutputSettings
 from turnlane.pipeline.settings import ActionSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
 from turnlane.spark.nodes import split_by_content
-from turnlane.spark.runner import PipelinePlan, PipelineRunner
+from turnlane.spark.pipeline import PipelinePlan, PipelineRunner
 
 PATIENCE = 180.0
 pytestmark = pytest.mark.timeout(600)

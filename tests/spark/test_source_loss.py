@@ -19,10 +19,9 @@ from turnlane.errors import RetryLater
 from turnlane.events import block_of
 from turnlane.queues.buffered import MAX_SPANS
 from turnlane.spark.batch_planning import QueryPosition, QueueExtent
-from turnlane.spark.batch_reader import DataLost, QueueBatchReader
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import ReadOptions
-from turnlane.spark.stream_reader import QuerySettler, QueueStreamReader
+from turnlane.spark.queue_reader import DataLost, QuerySettler, QueueBatchReader, QueueStreamReader
 
 QUEUES = {"main": {"durability": "always"}}
 

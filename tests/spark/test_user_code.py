@@ -11,8 +11,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from turnlane.errors import ConfigError
-from turnlane.spark.transforms import call_transform
-from turnlane.spark.user_code import (
+from turnlane.spark.transforms import (
+    call_transform,
     find_changed_modules,
     import_user_module,
     reload_changed_modules,

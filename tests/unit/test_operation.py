@@ -163,7 +163,7 @@ class Lanes:
         self.left = ["main"]
 
     def start(self, plan: Any) -> None:
-        from turnlane.spark.runner import LanesStillRunning
+        from turnlane.spark.pipeline import LanesStillRunning
 
         self.asked.append(list(plan.settings.lane_names()))
         self.plan = None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from turnlane.config import Config
     from turnlane.config.settings import NodesSettings
     from turnlane.spark.lane import LaneStatus
-    from turnlane.spark.runner import PipelinePlan, PipelineRunner
+    from turnlane.spark.pipeline import PipelinePlan, PipelineRunner
     from turnlane.spark.session import Session
 
 LOOK_SECONDS: Final = 0.25
@@ -154,7 +154,7 @@ class Operation:
 
     def _plan(self, config: Config) -> PipelinePlan | None:
         """What a configuration wants to run; ``None`` as long as the node's address is unknown."""
-        from turnlane.spark.runner import PipelinePlan
+        from turnlane.spark.pipeline import PipelinePlan
 
         pipeline = config.pipeline()
         assert pipeline is not None
@@ -181,7 +181,7 @@ class Operation:
 
     def _start_lanes(self, plan: PipelinePlan) -> None:
         from turnlane.config.settings import of_the_file
-        from turnlane.spark.runner import PipelineRunner
+        from turnlane.spark.pipeline import PipelineRunner
 
         session = self._opening.session()
         if self._stopping:  # meanwhile
@@ -240,7 +240,7 @@ class Operation:
 
     def _take(self, config: Config) -> None:
         from turnlane.config.settings import of_the_file
-        from turnlane.spark.user_code import find_changed_modules, reload_changed_modules
+        from turnlane.spark.transforms import find_changed_modules, reload_changed_modules
 
         assert self._runner is not None
         if config.pipeline() is None:

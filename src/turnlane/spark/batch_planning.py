@@ -2,7 +2,7 @@
 
 Two kinds of queries read queues:
 
-- A user's query (``stream_reader``) reads every offset in order. Its position is an offset for each
+- A user's query (``queue_reader``) reads every offset in order. Its position is an offset for each
   node, :class:`QueryPosition`, which Spark stores in the checkpoint. Its tasks read continuous
   ranges, :class:`NodeRange`.
 - A lane (``lane_reader``) reads the events that are not settled yet. Events that earlier batches

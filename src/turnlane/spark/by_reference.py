@@ -41,9 +41,9 @@ from turnlane.delivery.settings import GROUP_OFFSETS, PAYLOAD, PRIORITY, ROUTES
 from turnlane.events import Block
 from turnlane.intervals import COPY_SCHEMA
 from turnlane.spark.batch_planning import TaskSpans
-from turnlane.spark.batch_reader import read_task_spans
 from turnlane.spark.nodes import Nodes, split_by_node
 from turnlane.spark.options import LaneWriteOptions
+from turnlane.spark.queue_reader import read_task_spans
 from turnlane.spark.row_codec import RowBuilder, build_event_schema
 from turnlane.spark.task import TaskResult
 

@@ -16,7 +16,7 @@ from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # has none
 from pyspark.errors import PySparkException
 
 from turnlane.errors import TurnlaneError
-from turnlane.spark.user_code import get_user_files
+from turnlane.spark.transforms import get_user_files
 
 MAX_REASON_LENGTH: Final = 500
 

@@ -29,10 +29,10 @@ from turnlane.spark.batch_planning import (
     select_batch,
     split_into_tasks,
 )
-from turnlane.spark.batch_reader import QueueScan, read_task_spans
 from turnlane.spark.by_reference import encode_task_spans, group_rows
 from turnlane.spark.nodes import BreakerClient, LaneNodes
 from turnlane.spark.options import LaneReadOptions
+from turnlane.spark.queue_reader import QueueScan, read_task_spans
 from turnlane.spark.row_codec import RowBuilder
 from turnlane.spark.session import freeze_gc_after
 from turnlane.spark.steps import Suspension, find_suspension

@@ -1,4 +1,4 @@
-"""The pipeline: starts the main lane and a lane for every action with a queue.
+"""The pipeline: runs the main lane and a lane for every action with a queue.
 
 ``lane_shape`` decides how each lane runs; this module builds the Spark queries. In all shapes, a
 query reads with ``format("turnlane")`` and options for lanes, and most write with it, too:
@@ -8,6 +8,10 @@ query reads with ``format("turnlane")`` and options for lanes, and most write wi
 - Lanes **with a checkpoint**: the queue is settled after Spark has committed a batch.
 
 Lanes start one at a time, because Spark's search for data sources and its views are shared.
+
+:class:`PipelineRunner` replaces a pipeline with another one while events keep arriving. It checks
+the new one before it stops the running one, so an invalid configuration changes nothing. Between
+the two pipelines, events wait in their queues.
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +34,10 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter
 from pyspark.sql.types import BinaryType, ShortType, StructType
 
+from turnlane.client.node_client import RemoteNode
 from turnlane.delivery.settings import GROUP_OFFSETS, PAYLOAD, PRIORITY, ROUTES
+from turnlane.errors import QueueExists, RetryLater, TurnlaneError
+from turnlane.logs import get_logger
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, PipelineSettings
 from turnlane.spark.by_reference import SPAN_ROW_SCHEMA
@@ -40,6 +48,7 @@ from turnlane.spark.lane import (
     BreakerPoller,
     FullQueuePoller,
     Lane,
+    LaneState,
     LaneStatus,
     QueryEventListener,
     StartQuery,
@@ -64,12 +73,12 @@ from turnlane.spark.options import (
     build_lane_write_options,
     to_json,
 )
+from turnlane.spark.queue_reader import QuerySettler
 from turnlane.spark.routing import RouteConditions, add_payload, add_route_bits, add_routes
 from turnlane.spark.row_codec import encode_nulls
 from turnlane.spark.session import NO_ARROW_BYTE_LIMIT, override_settings
 from turnlane.spark.sinks import check_sink, with_file_batching, write_to_queue, write_to_sink
 from turnlane.spark.steps import LaneStep, list_required_paths
-from turnlane.spark.stream_reader import QuerySettler
 from turnlane.spark.transforms import (
     apply_action,
     drop_variants,
@@ -81,8 +90,17 @@ from turnlane.spark.transforms import (
     select_queue_columns,
 )
 
+log = get_logger(__name__)
+
 QUERY_SETTINGS: Final = {"transform", "sql", "watermark", "with_queues", "output_mode"}
 """The settings of an action on which the state of its query depends."""
+CREATE_SECONDS: Final = 10.0
+"""How long a node may take to create queues before the others go on without it."""
+STATS_SECONDS: Final = 5.0
+"""How long to wait for the state of a node's queues."""
+
+LaneSnapshot = tuple[LaneState, str | None, str | None]
+"""The parts of a lane's status whose changes are reported: state, reason, suspension."""
 
 
 class Pipeline:
@@ -416,3 +434,151 @@ class Pipeline:
 
 def _select_fields(schema: StructType, names: AbstractSet[str]) -> StructType:
     return StructType([field for field in schema.fields if field.name in names])
+
+
+# ── replacing a running pipeline ──
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """A pipeline to run, and the nodes to run it on."""
+
+    settings: PipelineSettings
+    queues: Mapping[str, Mapping[str, Any]]
+    """The queues that the nodes must have, with their settings."""
+    access: Mapping[str, str]
+    """The options by which ``format("turnlane")`` reaches the nodes."""
+    checkpoints: Path
+
+    def create_pipeline(self, spark: SparkSession) -> Pipeline:
+        """Create the pipeline, with no lane started."""
+        prepare = partial(create_missing_queues, self)
+        return Pipeline(self.settings, self.access, spark, self.checkpoints, prepare)
+
+
+class LanesStillRunning(RetryLater):
+    """Lanes that were stopped have not ended yet."""
+
+    def __init__(self, names: Sequence[str], troubles: Sequence[str] = ()) -> None:
+        lanes = ("lane " if len(names) == 1 else "lanes ") + ", ".join(names)
+        have = "has" if len(names) == 1 else "have"
+        why = "".join(f"; {trouble}" for trouble in troubles)
+        super().__init__(f"{lanes} of the earlier configuration {have} not ended yet{why}")
+
+
+class PipelineRunner:
+    """Runs one plan at a time. ``start`` and ``stop`` may be called from any thread."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark = spark
+        self._plan: PipelinePlan | None = None
+        self._is_stopping = False
+        self._pipeline: Pipeline | None = None
+        self._reported: dict[str, LaneSnapshot] = {}
+        self._lock = threading.RLock()
+        """Held while a pipeline is started or stopped."""
+
+    @property
+    def plan(self) -> PipelinePlan | None:
+        """The plan that runs; ``None`` as soon as its lanes are stopped."""
+        return None if self._is_stopping else self._plan
+
+    def start(self, plan: PipelinePlan) -> None:
+        """Start a plan instead of the one that runs.
+
+        The plan is checked first: if it cannot run, ``ConfigError`` is raised and the running plan
+        continues. Lanes start at the cursors of their queues, so uncommitted events come again. No
+        event is left out, and none gets into a queue twice; an output may get a batch again.
+
+        Raises ``LanesStillRunning`` if earlier lanes do not end in time. They were stopped, and no
+        lane runs instead of them: try again.
+        """
+        with self._lock:
+            pipeline = plan.create_pipeline(self._spark)
+            stateful_actions = pipeline.check()
+            create_missing_queues(plan)
+            left = self.stop()
+            if left:
+                raise LanesStillRunning(left, list_queue_troubles(self._plan or plan))
+            pipeline.start(stateful_actions)
+            self._plan, self._pipeline, self._is_stopping = plan, pipeline, False
+
+    def stop(self, timeout: float = 30.0) -> list[str]:
+        """Stop all lanes; returns those that have not ended in time.
+
+        Uncommitted events stay in their queues.
+        """
+        with self._lock:
+            if self._pipeline is None:
+                return []
+            self._is_stopping = True
+            self._reported.clear()
+            left = self._pipeline.stop(timeout)
+            if not left:
+                self._pipeline = self._plan = None
+            return left
+
+    def status(self) -> list[LaneStatus]:
+        """Return the states of the lanes."""
+        pipeline = self._pipeline
+        return [] if pipeline is None else pipeline.status()
+
+    def list_changes(self) -> Iterator[LaneStatus]:
+        """Yield the lanes whose state has changed since the last call."""
+        for each in self.status():
+            now = (each.state, each.reason, each.suspended)
+            if self._reported.get(each.name) != now and not self._is_repeat(each):
+                self._reported[each.name] = now
+                yield each
+
+    def _is_repeat(self, status: LaneStatus) -> bool:
+        """Whether a lane fails again for the reason that was reported."""
+        before = self._reported.get(status.name)
+        return (
+            before is not None
+            and before[0] is LaneState.WAITING
+            and before[1] == status.reason
+            and status.state in (LaneState.STARTING, LaneState.WAITING)
+        )
+
+
+def create_missing_queues(plan: PipelinePlan) -> None:
+    """Create the queues that are missing, on each node that answers.
+
+    Existing queues are not changed. Raises the errors of the nodes, and ``TransportDown`` if no
+    node answers.
+    """
+    nodes = Nodes.from_options(WriteOptions.from_spark(plan.access))
+    calls = {n: partial(_create_queues, nodes[n], plan.queues) for n in range(nodes.count)}
+    nodes.ask_all("queues", calls, CREATE_SECONDS)
+
+
+def _create_queues(node: RemoteNode, queues: Mapping[str, Mapping[str, Any]]) -> None:
+    existing = node.queues()
+    for name, knobs in queues.items():
+        if name in existing:
+            continue
+        try:
+            node.create_for_action(name, **knobs)
+        except (
+            QueueExists
+        ):  # Another pipeline has created it just now, or this token does not see it.
+            log.warning("queue.exists_with_other_settings", node=node.place, queue=name)
+        else:
+            log.info("queue.created", node=node.place, queue=name)
+
+
+def list_queue_troubles(plan: PipelinePlan) -> list[str]:
+    """Return the troubles of a plan's queues that nodes report: lanes may wait for them."""
+    nodes = Nodes.from_options(WriteOptions.from_spark(plan.access))
+    calls = {n: nodes[n].stats for n in range(nodes.count)}
+    try:
+        answers = nodes.ask_all("troubles", calls, STATS_SECONDS)
+    except TurnlaneError as error:
+        return [str(error)]
+    return [
+        f"queue {name} cannot write to its disk: {stats['trouble']}"
+        for answer in answers.values()
+        for name, stats in answer.items()
+        if name in plan.queues and stats.get("trouble")
+    ]

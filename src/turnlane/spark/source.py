@@ -25,7 +25,6 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from turnlane.errors import ConfigError, StorageFailed
-from turnlane.spark.batch_reader import FilteringBatchReader, QueueBatchReader
 from turnlane.spark.by_reference import CopyTask
 from turnlane.spark.lane_reader import LaneReader
 from turnlane.spark.nodes import LaneCommit, Nodes
@@ -39,9 +38,9 @@ from turnlane.spark.options import (
     parse_read_options,
     parse_write_options,
 )
+from turnlane.spark.queue_reader import FilteringBatchReader, QueueBatchReader, QueueStreamReader
 from turnlane.spark.row_codec import check_writable, get_read_schema
 from turnlane.spark.session import freeze_gc_after
-from turnlane.spark.stream_reader import QueueStreamReader
 from turnlane.spark.task import QueueTask, merge_results
 
 if TYPE_CHECKING:

@@ -341,7 +341,7 @@ class TableTask:
         return known
 
 
-class TableWriter:
+class QueueTableWriter:
     """The part that batch and stream writers share."""
 
     def __init__(self, options: TableWriteOptions, job: str) -> None:
@@ -378,7 +378,7 @@ class TableWriter:
                     staging.discard(self._job)
 
 
-class TableBatchWriter(TableWriter, DataSourceArrowWriter):  # type: ignore[misc]  # write()
+class TableBatchWriter(QueueTableWriter, DataSourceArrowWriter):  # type: ignore[misc]  # write()
     """Schedules events, once."""
 
     def __init__(self, options: TableWriteOptions) -> None:
@@ -392,7 +392,7 @@ class TableBatchWriter(TableWriter, DataSourceArrowWriter):  # type: ignore[misc
         self._abort()
 
 
-class TableStreamWriter(TableWriter, DataSourceStreamArrowWriter):  # type: ignore[misc]  # write()
+class TableStreamWriter(QueueTableWriter, DataSourceStreamArrowWriter):  # type: ignore[misc]  # write()
     """Schedules batches of events: exactly once if the query has a writer id."""
 
     def __init__(self, options: TableWriteOptions) -> None:
