@@ -28,8 +28,8 @@ from benchmarks.outcome import Cell, Outcome, Table, figure
 from benchmarks.resident import own_bytes
 from turnlane.errors import TransportDown
 from turnlane.events import Block
+from turnlane.memory import release_free_memory
 from turnlane.queues.api import Progress
-from turnlane.runtime import release_free_memory
 
 SIZE = 1_000
 _LOOK_SECONDS = 0.05

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from turnlane import runtime as _memory  # noqa: F401 - before anything that imports Arrow
+from turnlane import memory as _memory  # noqa: F401 - before anything that imports Arrow
 from turnlane.errors import (
     ConfigError,
     EventTooLarge,

@@ -1,34 +1,34 @@
-"""What becomes of memory that is free: it is to be used again, not given back each time.
-
-Blocks come and go many times a second. Each time the system would have to hand out the memory anew,
-page by page and wiped: a tenth of all computing in a busy node. To be imported before Arrow is.
-"""
+"""What every part of a process needs: closing, threads, scratch directories, secrets."""
 
 from __future__ import annotations
 
 import abc
 import atexit
-import ctypes
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, ParamSpec, Self, TypeVar
 
 from turnlane.errors import RetryLater
+from turnlane.logs import get_logger
 
-# ── closing ──
-# Things that are to be closed, and can be used in a ``with`` statement to that end.
+log = get_logger(__name__)
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Closeable(abc.ABC):
-    """Closed when the ``with`` block ends, however it ends."""
+    """An object with ``close()`` that can stand in a ``with`` statement."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything that the object holds."""
 
     def __enter__(self) -> Self:
         return self
@@ -42,81 +42,107 @@ class Closeable(abc.ABC):
         self.close()
 
 
-# Read by Arrow's allocator when it is loaded. The system may take what is free, and does if anybody
-# needs it; until then it is there to be used again.
-os.environ.setdefault("MIMALLOC_PURGE_DECOMMITS", "0")
-
-KEPT_BYTES: Final = 64 << 20
-LARGEST_KEPT: Final = 32 << 20
-"""Of one piece: older versions of glibc take no more."""
-_TRIM_THRESHOLD: Final = -1
-_MMAP_THRESHOLD: Final = -3
-"""As glibc's ``malloc.h`` has them."""
+# ── threads ──
+# All threads are daemons: a thread that hangs in a call must not keep the process from ending.
+# Everything that has to be durable is synced before the call that stops the thread returns.
 
 
-def keep_freed_memory() -> None:
-    """Have this process, and those forked from it, keep some of what C code has freed.
+def start_thread(
+    name: str,
+    work: Callable[Arguments, object],
+    *args: Arguments.args,
+    **kwargs: Arguments.kwargs,
+) -> threading.Thread:
+    """Start ``work(*args, **kwargs)`` on a daemon thread, and return the thread."""
+    thread = threading.Thread(target=work, args=args, kwargs=kwargs, name=name, daemon=True)
+    thread.start()
+    return thread
 
-    Nothing where the C library is not glibc.
+
+def call_in_thread(
+    name: str,
+    call: Callable[Arguments, Result],
+    *args: Arguments.args,
+    **kwargs: Arguments.kwargs,
+) -> Future[Result]:
+    """Start a call on a daemon thread; the future gets its result or its exception."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result = call(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    start_thread(name, run)
+    return future
+
+
+class PeriodicThread(Closeable):
+    """Calls ``work`` again and again on a daemon thread, until it is closed.
+
+    The first call comes after ``seconds``. ``work`` may return the number of seconds until the
+    next call; the default is ``seconds``. An exception is logged, and the calls continue.
     """
-    set_option = _of_glibc("mallopt")
-    if set_option is not None:
-        set_option(_MMAP_THRESHOLD, LARGEST_KEPT)
-        set_option(_TRIM_THRESHOLD, KEPT_BYTES)
+
+    def __init__(self, name: str, work: Callable[[], float | None], seconds: float) -> None:
+        self._name = name
+        self._work = work
+        self._seconds = seconds
+        self._closed = threading.Event()
+        self._thread = start_thread(name, self._run)
+
+    def stop(self) -> None:
+        """Make no further call. Does not wait for a running one."""
+        self._closed.set()
+
+    def close(self) -> None:
+        """Make no further call, and wait for a running one."""
+        self.stop()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause = self._seconds
+        while not self._closed.wait(pause):
+            pause = self._seconds
+            try:
+                asked = self._work()
+            except Exception:  # an error of one round must not end the others
+                log.exception("thread.round_failed", thread=self._name, retry_seconds=pause)
+            else:
+                pause = self._seconds if asked is None else asked
 
 
-def release_free_memory() -> None:
-    """Let the system have what is free.
+# ── scratch directories ──
+# They exist as long as this process. ``atexit`` alone is not enough: a process that ends with
+# ``os._exit`` runs no such functions, and has to call ``remove_scratch_directories`` itself.
 
-    Blocks come in and go out in sizes that no allocator likes: without this a process that was busy
-    once stays large for ever.
-    """
-    import pyarrow as pa  # not before the variable above is set
-
-    pa.default_memory_pool().release_unused()
-    trim = _of_glibc("malloc_trim")
-    if trim is not None:
-        trim(0)
-
-
-def _of_glibc(name: str) -> Callable[..., int] | None:
-    """A function of glibc; other C libraries have none of these."""
-    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
-    return found
-
-
-# ── scratch ──
-# Directories that this process needs as long as it lives, and that are gone after it.
-#
-# ``atexit`` alone is not enough: a process that ends at once, threads or not (``os._exit``),
-# never
-# comes there, and has to clear up itself.
-
-_made: Final[list[Path]] = []
+_scratch_directories: Final[list[Path]] = []
 
 
 def create_scratch_directory(prefix: str) -> Path:
-    """A new directory, for this process only."""
-    _made.append(Path(tempfile.mkdtemp(prefix=prefix)))
-    return _made[-1]
+    """Create a directory that is deleted when this process ends."""
+    _scratch_directories.append(Path(tempfile.mkdtemp(prefix=prefix)))
+    return _scratch_directories[-1]
 
 
 @atexit.register
 def remove_scratch_directories() -> None:
-    """Delete all of them; nobody uses them any more."""
-    while _made:
-        shutil.rmtree(_made.pop(), ignore_errors=True)
+    """Delete all scratch directories."""
+    while _scratch_directories:
+        shutil.rmtree(_scratch_directories.pop(), ignore_errors=True)
 
 
-# ── secret ──
-# Passwords and tokens: in a variable of the environment or in a file, never shown.
+# ── secrets ──
 
 
 def read_secret(what: str, variable: str | None, file: Path | None) -> str | None:
-    """The secret; ``None`` if neither place is named.
+    """Return a password or token from an environment variable or a file; ``None`` without both.
 
-    Looked up when it is needed, where it is needed. Raises ``RetryLater`` if it is not there:
-    events wait until somebody has put it right.
+    It is read each time it is needed. Raises ``RetryLater`` if it is missing: events wait until
+    a person has corrected this.
     """
     if variable is not None:
         found = os.environ.get(variable, "")

@@ -31,7 +31,7 @@ def use():
 print(again(use))
 """
 C_CODE = """
-from turnlane.runtime import keep_freed_memory
+from turnlane.memory import keep_freed_memory
 keep_freed_memory()
 def use():
     [bytearray(8 << 20) for _ in range(4)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from turnlane.memory_limit import (
+from turnlane.memory import (
     address_space_limit,
     cgroup_v1_limit,
     cgroup_v2_limit,
@@ -121,7 +121,7 @@ def test_address_space_limit_of_a_real_process() -> None:
     pytest.importorskip("resource")
     program = (
         "import resource\n"
-        "from turnlane.memory_limit import address_space_limit, memory_limit\n"
+        "from turnlane.memory import address_space_limit, memory_limit\n"
         "hard = resource.getrlimit(resource.RLIMIT_AS)[1]\n"
         "resource.setrlimit(resource.RLIMIT_AS, (3 * 2**30, hard))\n"
         "print(address_space_limit(), memory_limit() <= 3 * 2**30)\n"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from turnlane.errors import ConfigError
-from turnlane.memory_limit import memory_limit
+from turnlane.memory import memory_limit
 from turnlane.queues.api import Durability, FullBehavior
 from turnlane.queues.settings import ON_DISK, Compression, Kind, Marks, QueueSettings
 from turnlane.units import Percentage, TimeWindow

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, Final
 
 from turnlane.cli.console import ExitCode
 from turnlane.retry import Backoff
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, start_thread
 
 RESTART_BACKOFF: Final = Backoff(0.5, 15.0)
 """Seconds between attempts to start."""
@@ -135,7 +134,7 @@ def end_with(life: int) -> None:
         os.read(life, 1)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=watch, name="turnlane-parent", daemon=True).start()
+    start_thread("turnlane-parent", watch)
 
 
 if __name__ == "__main__":

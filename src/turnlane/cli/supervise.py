@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,6 +17,7 @@ from turnlane.cli.process import Signals, notify
 from turnlane.cli.spark_session import SparkMissing
 from turnlane.cli.targets import default_endpoint
 from turnlane.errors import ConfigError, Never, RetryLater, TurnlaneError
+from turnlane.runtime import start_thread
 
 if TYPE_CHECKING:
     from turnlane.config import Config
@@ -292,8 +292,7 @@ class Opening:
         self._make = make
         self._made: Session | None = None
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="turnlane-spark", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("turnlane-spark", self._run)
 
     def _run(self) -> None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from turnlane.delivery.destination import SendPermit, SendReport
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import RetryLater
 from turnlane.logs import get_logger
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, PeriodicThread
 
 log = get_logger(__name__)
 
@@ -61,9 +60,8 @@ class RemoteDestinationState(Closeable):
         self._probe: str | None = None
         """The id of the probe that this task has and did not report yet."""
         self._share: int | None = None
-        self._closing = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="turnlane-gate", daemon=True)
-        self._heart.start()
+        self._pause = FIRST_BEAT
+        self._heartbeat = PeriodicThread("turnlane-gate", self._beat, FIRST_BEAT)
 
     def request_permit(self) -> SendPermit:
         """Return what the task may send now."""
@@ -93,7 +91,7 @@ class RemoteDestinationState(Closeable):
 
     def close(self) -> None:
         """Report that the task has ended."""
-        self._closing.set()
+        self._heartbeat.stop()
         try:
             self._say("report", ended=True)
         except RetryLater as error:
@@ -108,11 +106,11 @@ class RemoteDestinationState(Closeable):
         self._share = answer.pop("share", None)
         return answer
 
-    def _beat(self) -> None:
-        wait = FIRST_BEAT
-        while not self._closing.wait(min(wait, HEARTBEAT)):
-            wait *= 2
-            try:
-                self._say("report")
-            except RetryLater as error:
-                log.info("breaker.heartbeat_failed", error=error)
+    def _beat(self) -> float:
+        """Report that the task still runs; return the pause, which doubles up to ``HEARTBEAT``."""
+        self._pause = min(2 * self._pause, HEARTBEAT)
+        try:
+            self._say("report")
+        except RetryLater as error:
+            log.info("breaker.heartbeat_failed", error=error)
+        return self._pause

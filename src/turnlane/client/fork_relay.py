@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Final
 
 from turnlane.errors import QueueClosed, QueueFull
 from turnlane.queues.api import Ack, AckLevel, Producer
+from turnlane.runtime import start_thread
 
 MAX_WAITING_EVENTS: Final = 4096
 """The most events that wait here while the other process, or the node, is slow."""
@@ -52,7 +53,7 @@ class ForkRelay:
         )
         self._put(about, None)
         for work in (self._write, self._listen):
-            threading.Thread(target=work, name="turnlane-relay", daemon=True).start()
+            start_thread("turnlane-relay", work)
 
     def publish(
         self, value: bytes, key: str | None, *, timeout: float | None = None, **event: Any

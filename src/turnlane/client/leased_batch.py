@@ -11,6 +11,7 @@ from turnlane.errors import BatchFreed, NoSuchLease, TransportDown, TurnlaneErro
 from turnlane.events import Block, conform_block, join_blocks
 from turnlane.logs import get_logger
 from turnlane.queues.api import Batch, Place
+from turnlane.runtime import PeriodicThread
 
 log = get_logger(__name__)
 
@@ -113,18 +114,14 @@ class LeaseKeeper:
         self._every = lease / 3
         self._held: weakref.WeakSet[LeasedBatch] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: PeriodicThread | None = None
 
     def add(self, batch: LeasedBatch) -> None:
         """Extend the lease of a batch until it is settled or garbage."""
         with self._lock:
             self._held.add(batch)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="turnlane-leases", daemon=True
-                )
-                self._thread.start()
+                self._thread = PeriodicThread("turnlane-leases", self._extend_all, self._every)
 
     def remove(self, batch: LeasedBatch) -> None:
         """Stop extending the lease of a batch."""
@@ -138,12 +135,9 @@ class LeaseKeeper:
 
     def close(self) -> None:
         """Stop the thread."""
-        self._stopping.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.close()
 
-    def _run(self) -> None:
-        while not self._stopping.wait(self._every):
-            for batch in self.list_batches():
-                batch.extend()
-                del batch  # else this variable would hold it until the next round
+    def _extend_all(self) -> None:
+        for batch in self.list_batches():
+            batch.extend()

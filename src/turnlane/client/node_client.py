@@ -11,7 +11,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from turnlane.client.address import raise_node_errors
 from turnlane.errors import ConfigError, NoSuchStage, TransportDown
 from turnlane.events import Block
 from turnlane.intervals import COPY_SCHEMA
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, call_in_thread, start_thread
 
 SEND_BYTES = 64 << 20
 """The most bytes of a block that is sent: a node refuses blocks above ``max_block_bytes``."""
@@ -59,15 +58,7 @@ def run_with_timeout(
 
     After a timeout the thread stays until the connection ends.
     """
-    done: Future[Answer] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(step())
-        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="turnlane-step", daemon=True).start()
+    done = call_in_thread("turnlane-step", step)
     try:
         return done.result(seconds)
     except TimeoutError:
@@ -105,8 +96,7 @@ class StepWatchdog:
     def _begin(self) -> None:
         """Start the thread, also again in a forked child, which has no threads."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._look, name="turnlane-watch", daemon=True)
-            self._thread.start()
+            self._thread = start_thread("turnlane-watch", self._look)
 
     def _look(self) -> None:
         while self._some.wait():

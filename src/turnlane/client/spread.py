@@ -36,6 +36,7 @@ from turnlane.queues.api import (
     Stats,
 )
 from turnlane.queues.buffered import BufferedQueue
+from turnlane.runtime import start_thread
 
 LOOK_SECONDS = 0.2
 """How long a node may wait for a batch, and the pause before a failed node is asked again."""
@@ -84,11 +85,9 @@ class BatchFetcher:
     def _start(self) -> None:
         if not self._threads and not self._closed:
             self._threads = [
-                threading.Thread(target=self._fetch, args=(queue,), daemon=True)
+                start_thread(f"turnlane-fetch-{queue.name}", self._fetch, queue)
                 for queue in self._queues
             ]
-            for thread in self._threads:
-                thread.start()
 
     def _has_answer(self, max_events: int | None) -> bool:
         over = self._closed or self._ended == len(self._queues)

@@ -20,6 +20,7 @@ from turnlane.client.node_client import RemoteNode, parse_metadata, split_block
 from turnlane.errors import ConfigError, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import Block, conform_block
 from turnlane.queues.api import Durability, Place, Progress
+from turnlane.runtime import start_thread
 
 GREETING_SECONDS: Final = 10.0
 """How long a node may take to open a stream."""
@@ -185,10 +186,7 @@ class _PublishCall:
         self._error: Exception | None = None
         with raise_node_errors(self._place):
             self._writer, self._reader = node.exchange(command)
-        self._listener = threading.Thread(
-            target=self._listen, name=f"turnlane-stream-{node.place}", daemon=True
-        )
-        self._listener.start()
+        self._listener = start_thread(f"turnlane-stream-{node.place}", self._listen)
         if not self._greeted.wait(GREETING_SECONDS):
             self.cancel()
             raise TransportDown(f"{self._place} did not answer in {GREETING_SECONDS:g} s")

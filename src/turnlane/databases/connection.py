@@ -31,7 +31,7 @@ from turnlane.errors import (
 )
 from turnlane.logs import get_logger
 from turnlane.retry import Backoff
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, start_thread
 
 log = get_logger(__name__)
 
@@ -258,8 +258,7 @@ class ChangeWatcher(Closeable):
         """Waits on a connection until the event is set, or the connection breaks."""
         self._closed = threading.Event()
         self._failures = 0
-        self._thread = threading.Thread(target=self._run, name="turnlane-watch", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("turnlane-watch", self._run)
 
     def close(self) -> None:
         self._closed.set()

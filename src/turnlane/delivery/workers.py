@@ -17,7 +17,7 @@ from turnlane.clock import Clock
 from turnlane.delivery.batching import SendBatch
 from turnlane.events import Block
 from turnlane.logs import get_logger
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, start_thread
 
 log = get_logger(__name__)
 
@@ -270,7 +270,7 @@ class _DaemonPool(Closeable):
             else:
                 self._threads += 1
                 name = f"turnlane-{self._name}-{self._threads}"
-                threading.Thread(target=self._work, name=name, daemon=True).start()
+                start_thread(name, self._work)
         self._jobs.put(job)
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from turnlane.inputs.api import Host, Input, InputSettings
 from turnlane.inputs.publishers import OneWayPublisher
 from turnlane.inputs.stream_server import Gathering, no_severities
 from turnlane.queues.api import FlowControl
+from turnlane.runtime import start_thread
 from turnlane.units import Size
 
 log = logging.getLogger(__name__)
@@ -67,13 +68,9 @@ class StdinInput(Input):
             self._file = _standard_input()
         publisher = self._publisher = OneWayPublisher(self)
         publisher.check_fits(self.settings.max_line_bytes, "max_line_bytes")
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(self._file, publisher),
-            name=f"turnlane-{self.settings.label}",
-            daemon=True,
+        self._thread = start_thread(
+            f"turnlane-{self.settings.label}", self._run, self._file, publisher
         )
-        self._thread.start()
 
     def stop(self, timeout: float) -> None:
         if self._wake_end < 0:

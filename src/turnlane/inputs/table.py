@@ -28,6 +28,7 @@ from turnlane.errors import (
 from turnlane.events import Block, block_of
 from turnlane.inputs.api import Host, Input, InputSettings
 from turnlane.queues.api import FlowControl
+from turnlane.runtime import start_thread
 from turnlane.storage.export import convert_to_json, put_json_value
 from turnlane.table import KeyRange, Receiver, TableEvent, TableQueue, connect
 from turnlane.table.definition import Definition
@@ -95,8 +96,7 @@ class TableInput(Input):
         self._queue = self.host.queue(settings.queue)
         self._producer = self._queue.producer(ack=settings.ack, flow=settings.flow)
         name = f"turnlane-{settings.label}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(name, self._run)
 
     def stop(self, timeout: float) -> None:
         self._until = time.monotonic() + timeout

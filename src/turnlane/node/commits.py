@@ -66,6 +66,7 @@ from turnlane.node.commit_record import (
 from turnlane.node.commit_recovery import find_unfinished_commits, get_queue_id
 from turnlane.node.staging import OverflowBuffer, Staging
 from turnlane.queues.buffered import BufferedQueue
+from turnlane.runtime import start_thread
 from turnlane.storage.disk_io import Disk
 
 log = get_logger(__name__)
@@ -289,7 +290,7 @@ class Commits:
             found.discard_stages()
             for each in later:
                 name = "turnlane-commits"
-                threading.Thread(target=self._finish, args=each, name=name, daemon=True).start()
+                start_thread(name, self._finish, *each)
         except BaseException:  # such as Ctrl-C: no thread works on them, so close() must not wait
             for _, locks in queued:
                 self._locks.mark_stuck(locks, "the node did not start")

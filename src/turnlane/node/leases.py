@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from turnlane.errors import NoSuchLease, QueueClosed
 from turnlane.logs import get_logger
 from turnlane.queues.api import Batch, Queue
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, start_thread
 
 log = get_logger(__name__)
 
@@ -46,8 +46,7 @@ class Leases(Closeable):
         self._due: list[tuple[float, str]] = []
         self._changed = threading.Condition()
         self._closed = False
-        self._sweeper = threading.Thread(target=self._sweep, name="turnlane-leases", daemon=True)
-        self._sweeper.start()
+        self._sweeper = start_thread("turnlane-leases", self._sweep)
 
     def take(
         self, queue: Queue, max_events: int | None, wait: float, seconds: float, holder: str

@@ -35,6 +35,7 @@ from turnlane.errors import (
 )
 from turnlane.events import BASE_SCHEMA
 from turnlane.logs import get_logger
+from turnlane.memory import release_free_memory
 from turnlane.node.breakers import Breakers
 from turnlane.node.commit_recovery import get_queue_id
 from turnlane.node.commits import Commits
@@ -46,7 +47,7 @@ from turnlane.node.staging import Stage, StageContents, Staging
 from turnlane.queues import open_buffered_queue
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import ON_DISK, Kind, QueueSettings
-from turnlane.runtime import Closeable, release_free_memory
+from turnlane.runtime import Closeable, PeriodicThread
 from turnlane.storage.directory import QueueDirectory, lock_directory
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.inspection import QueueInspection
@@ -210,23 +211,19 @@ class Housekeeping(Closeable):
         self._clock = clock
         self._drained_at = clock.monotonic()
         self._tidied_at = 0
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="turnlane-housekeeping", daemon=True)
-        self._thread.start()
+        self._thread = PeriodicThread("turnlane-housekeeping", self._try_to_tidy, INTERVAL)
 
     def close(self) -> None:
         """Stop the thread."""
-        self._closing.set()
-        self._thread.join()
+        self._thread.close()
 
-    def _run(self) -> None:
-        while not self._closing.wait(INTERVAL):
-            try:
-                self.tidy()
-            except OSError as error:
-                log.warning("housekeeping.failed", error=error, retry_seconds=INTERVAL)
-            except Exception:
-                log.exception("housekeeping.failed", retry_seconds=INTERVAL)
+    def _try_to_tidy(self) -> None:
+        try:
+            self.tidy()
+        except OSError as error:
+            log.warning("housekeeping.failed", error=error, retry_seconds=INTERVAL)
+        except Exception:
+            log.exception("housekeeping.failed", retry_seconds=INTERVAL)
 
     def tidy(self) -> None:
         """Do the work now. Raises ``OSError``."""

@@ -22,7 +22,7 @@ from turnlane.databases import URL_EXAMPLES
 from turnlane.errors import ConfigError, DatabaseDown, NoSuchQueue, NoSuchStream, TurnlaneError
 from turnlane.events import Block
 from turnlane.logs import get_logger
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, start_thread
 from turnlane.table.definition import Definition
 from turnlane.table.event import EVENT_COLUMNS, TableEvent
 from turnlane.table.receiver import Receiver
@@ -228,10 +228,7 @@ class ServedTable(Closeable):
         self._queue: ShardedQueue | None = None
         self._trouble: str = "its databases were not reached yet"
         self._over = threading.Event()
-        self._opener = threading.Thread(
-            target=self._open, name=f"turnlane-table-{name}", daemon=True
-        )
-        self._opener.start()
+        self._opener = start_thread(f"turnlane-table-{name}", self._open)
 
     @property
     def is_open(self) -> bool:

@@ -34,6 +34,7 @@ from turnlane.outputs.file_rotation import (
     is_file_at,
     sync_folder,
 )
+from turnlane.runtime import start_thread
 from turnlane.units import Size
 from turnlane.validation import ConfigIssue, ContradictorySettings
 
@@ -191,12 +192,9 @@ class FileOutput(Output):
         """Compress and remove old files on another thread: a new file has begun."""
         if self.settings.compress == "none" and self.settings.keep is None:
             return
-        cleanup = threading.Thread(
-            target=self._cleaner.run, args=[self._get_path], name="turnlane-tidier", daemon=True
-        )
         with self._cleanups_lock:
             self._cleanups = [each for each in self._cleanups if each.is_alive()]
-            cleanup.start()
+            cleanup = start_thread("turnlane-tidier", self._cleaner.run, self._get_path)
             self._cleanups.append(cleanup)
 
 

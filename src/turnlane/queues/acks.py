@@ -22,6 +22,7 @@ from typing import NamedTuple
 from turnlane.intervals import RangeSet
 from turnlane.logs import get_logger
 from turnlane.queues.api import Ack, AckCallback, AckLevel, Durability
+from turnlane.runtime import start_thread
 
 log = get_logger(__name__)
 
@@ -235,10 +236,7 @@ class AckDispatcher:
         """Start the thread unless it runs, or was stopped."""
         with self._changed:
             if self._thread is None and not self._is_stopped:
-                self._thread = threading.Thread(
-                    target=self._run, name=f"turnlane-acks-{self._name}", daemon=True
-                )
-                self._thread.start()
+                self._thread = start_thread(f"turnlane-acks-{self._name}", self._run)
 
     def send(self, events: list[AckEvent]) -> None:
         """Have listeners called back. Never blocks."""

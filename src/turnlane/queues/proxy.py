@@ -42,6 +42,7 @@ from turnlane.queues.api import (
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.storage_api import Storage, StorageHost, TakeBatch, TakenBatch
 from turnlane.retry import doubled, scattered
+from turnlane.runtime import start_thread
 
 log = get_logger(__name__)
 
@@ -191,22 +192,17 @@ class RemoteStorage(Storage):
             self._news.notify_all()
 
     def _use(self, connection: Connection) -> None:
-        listener = threading.Thread(
-            target=self._listen,
-            args=(connection,),
-            name=f"turnlane-listener-{self._name}",
-            daemon=True,
-        )
+        listener: threading.Thread | None = None
         try:
             self._greet(connection)
-            listener.start()
+            listener = start_thread(f"turnlane-listener-{self._name}", self._listen, connection)
             self._resend(connection)
             while self._is_usable():
                 self._send_next(connection)
                 self._pass_on_urgency(connection)
         finally:
             self._disconnect(connection)
-            if listener.ident is not None:
+            if listener is not None:
                 listener.join()
 
     def _greet(self, connection: Connection) -> None:

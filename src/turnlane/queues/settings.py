@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from turnlane.memory_limit import memory_limit
+from turnlane.memory import memory_limit
 from turnlane.queues.api import Durability, FullBehavior
 from turnlane.units import Duration, Percentage, Size, TimeWindow, format_size
 from turnlane.validation import ConfigIssue, ContradictorySettings, convert_validation_error

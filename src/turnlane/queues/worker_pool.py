@@ -34,7 +34,7 @@ from turnlane.queues.api import Batch, Consumer, Queue
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import STORING
 from turnlane.retry import doubled, scattered
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, start_thread
 
 log = get_logger(__name__)
 
@@ -242,10 +242,7 @@ class WorkerPool(Closeable):
         self._ended = False
         self._started = 0
         self._cancelled = 0
-        self._supervisor = threading.Thread(
-            target=self._supervise, name=f"turnlane-supervisor-{queue.name}", daemon=True
-        )
-        self._supervisor.start()
+        self._supervisor = start_thread(f"turnlane-supervisor-{queue.name}", self._supervise)
 
     @property
     def running(self) -> bool:

@@ -26,7 +26,6 @@ import re
 import socket
 import stat
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from pydantic.json_schema import JsonSchemaValue
 
 from turnlane.errors import AddressTaken, ConfigError
 from turnlane.logs import get_logger
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, PeriodicThread
 from turnlane.units import WrittenQuantity
 
 LOOPBACK: Final = "127.0.0.1"
@@ -234,27 +233,21 @@ class ConnectionWatch(Closeable):
         self._idle_timeout = idle_timeout
         self._known: set[int] = set()
         """The connections of the last check, by the inode of their socket."""
-        self._over = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name=f"turnlane-watch-{port}", daemon=True
-        )
-        self._thread.start()
+        self._interval = min(CHECK_SECONDS, idle_timeout / 4)
+        self._thread = PeriodicThread(f"turnlane-watch-{port}", self._run, self._interval)
 
     def close(self) -> None:
         """Stop the thread."""
-        self._over.set()
-        self._thread.join()
+        self._thread.close()
 
-    def _run(self) -> None:
-        soon = min(CHECK_SECONDS, self._idle_timeout / 4)
-        pause = soon
-        while not self._over.wait(pause):
-            begun = time.monotonic()
-            try:
-                self._look()
-            except Exception:
-                log.exception("connections.check_failed", port=self._port)
-            pause = max(soon, (time.monotonic() - begun) / MAX_TIME_SHARE)
+    def _run(self) -> float:
+        """Check all connections; return the pause, long enough to use little computing time."""
+        begun = time.monotonic()
+        try:
+            self._look()
+        except Exception:
+            log.exception("connections.check_failed", port=self._port)
+        return max(self._interval, (time.monotonic() - begun) / MAX_TIME_SHARE)
 
     def _look(self) -> None:
         found: list[int] = []

@@ -30,7 +30,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from turnlane.errors import ConfigError
 from turnlane.logs import get_logger
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, start_thread
 from turnlane.serving.address import Address
 from turnlane.serving.auth import TlsSettings
 from turnlane.units import Duration, Size
@@ -231,10 +231,7 @@ class WebServer(Closeable):
         bound = self.settings.listen.listen()
         self._address = self.settings.listen.with_port(bound.getsockname()[1])
         self._server = _UvicornServer(self._app, self.settings, tls)
-        self._thread = threading.Thread(
-            target=self._server.run_on, args=(bound,), name=f"turnlane-{self._name}", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread(f"turnlane-{self._name}", self._server.run_on, bound)
         self._server.ready.wait()
         if self._server.failure is not None:
             self._thread.join()

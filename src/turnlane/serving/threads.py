@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, start_thread
 
 Result = TypeVar("Result")
 
@@ -66,8 +66,7 @@ class DeadlineTimer(Closeable):
         """The deadline and the callback of each block, in the order of the deadlines, which is the
         order of the starts."""
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(name, self._run)
 
     @contextlib.contextmanager
     def limit(self, call_off: Callable[[], object]) -> Iterator[None]:

@@ -14,7 +14,7 @@ from typing import Final
 
 from pyspark.daemon import manager
 
-from turnlane.runtime import keep_freed_memory
+from turnlane.memory import keep_freed_memory
 
 SHARED: Final = ("turnlane.spark.source",)
 """The modules that every process needs."""

@@ -43,7 +43,7 @@ from turnlane.clock import Clock
 from turnlane.databases import Dialect, Row, Session
 from turnlane.errors import DatabaseDown, DatabaseReadOnly, NameTaken
 from turnlane.logs import get_logger
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, start_thread
 from turnlane.table.definition import Definition, TableSettings
 from turnlane.table.dispatcher import EventDispatcher
 from turnlane.table.event import TableEvent
@@ -307,10 +307,7 @@ class Vacuum(Closeable):
         ):
             return False
         self._settled = settled
-        self._thread = threading.Thread(
-            target=self._run, name=f"turnlane-vacuum-{self._name}", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread(f"turnlane-vacuum-{self._name}", self._run)
         return True
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from turnlane.errors import (
     RetryLater,
 )
 from turnlane.logs import get_logger
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, start_thread
 from turnlane.table.event import EVENT_COLUMNS, TableEvent
 from turnlane.table.in_flight import Completion
 from turnlane.table.leader import LeaderTerm, Vacuum
@@ -192,10 +192,7 @@ class Manager(Closeable):
         self._watch = self.store.dialect.watch(
             CHANNEL, self.store.definition.name, self._notice_new_rows
         )
-        self._thread = threading.Thread(
-            target=self._run, name=f"turnlane-manager-{self._name}", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread(f"turnlane-manager-{self._name}", self._run)
 
     def attach(self, receiver: Receiver) -> None:
         """Send events to the receiver."""

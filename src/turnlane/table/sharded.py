@@ -23,7 +23,7 @@ from turnlane.errors import (
     ReshardUnderWay,
 )
 from turnlane.logs import get_logger
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, PeriodicThread
 from turnlane.table.event import TableEvent
 from turnlane.table.grammar import ScheduleStatement, parse, run_schedule_statement
 from turnlane.table.manager import Manager
@@ -91,11 +91,9 @@ class ShardedQueue(Closeable):
         self._queues: dict[Shard, TableQueue] = {}
         self._receivers: list[Receiver] = []
         self._runs_managers = False
-        self._is_closing = threading.Event()
-        self._follower = threading.Thread(
-            target=self._follow, name=f"turnlane-shards-{self.name}", daemon=True
+        self._follower = PeriodicThread(
+            f"turnlane-shards-{self.name}", self._follow, MAP_REFRESH_SECONDS
         )
-        self._follower.start()
 
     @property
     def name(self) -> str:
@@ -209,8 +207,7 @@ class ShardedQueue(Closeable):
 
     def close(self) -> None:
         """Stop the managers that run here. The tables stay."""
-        self._is_closing.set()
-        self._follower.join()
+        self._follower.close()
         with self._lock:
             queues, self._queues = self._queues, {}
         for queue in queues.values():
@@ -291,10 +288,9 @@ class ShardedQueue(Closeable):
                         manager.attach(receiver)
 
     def _follow(self) -> None:
-        while not self._is_closing.wait(MAP_REFRESH_SECONDS):
-            self._try(self.refresh)
-            for shard in self._map.retired if self._runs_managers else ():
-                self._try(functools.partial(self._empty_retired, shard))
+        self._try(self.refresh)
+        for shard in self._map.retired if self._runs_managers else ():
+            self._try(functools.partial(self._empty_retired, shard))
 
     def _try(self, step: Callable[[], None]) -> None:
         """Run a step; a failure is logged and must not stop the others. It runs again soon."""

@@ -16,6 +16,7 @@ from turnlane.inputs.files.state import FilesSettings, PositionsFile
 from turnlane.inputs.files.tail import Chunk, Replaced, Tail, Watch
 from turnlane.inputs.files.tracker import Roster
 from turnlane.queues.state import MAX_SEQUENCES
+from turnlane.runtime import start_thread
 from turnlane.storage.disk_io import Disk
 
 log = logging.getLogger(__name__)
@@ -77,10 +78,7 @@ class FilesInput(Input):
 
     def start(self) -> None:
         self.prepare()
-        self._thread = threading.Thread(
-            target=self._run, name=f"turnlane-files-{self.settings.label}", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread(f"turnlane-files-{self.settings.label}", self._run)
         self._ready.wait()
 
     def prepare(self) -> None:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from turnlane.errors import Bug, ConfigError, NotAllowed, QueueClosed, RetryLater, TurnlaneError
 from turnlane.logs import get_logger
-from turnlane.memory_limit import memory_limit
+from turnlane.memory import memory_limit
 from turnlane.node.flight.commands import MAX_WAIT
 from turnlane.units import Duration, Size
 

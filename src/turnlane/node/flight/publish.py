@@ -30,6 +30,7 @@ from turnlane.node.flight.commands import BlockMetadata, PublishCommand, parse_c
 from turnlane.queues.acks import AckWaiter
 from turnlane.queues.api import AckLevel, Progress
 from turnlane.queues.buffered import BufferedQueue
+from turnlane.runtime import start_thread
 from turnlane.storage.producer_sequences import GapPolicy
 
 log = get_logger(__name__)
@@ -231,11 +232,11 @@ class PublishStream:
     def run(self) -> None:
         """Serve the client until it has sent everything. Raises the error that ends it early."""
         self._take_over()
-        reporter = threading.Thread(target=self._report_all, name="turnlane-reporter", daemon=True)
+        reporter: threading.Thread | None = None
         self._queue.observe_acks(self._moved)
         try:
             self._greet()
-            reporter.start()
+            reporter = start_thread("turnlane-reporter", self._report_all)
             for block, metadata in self._peer.chunks:
                 self._take(block, metadata)
             self._await_level()
@@ -243,7 +244,7 @@ class PublishStream:
             self._queue.unobserve_acks(self._moved)
             self._queue.cancel_urge(self._waiter)
             self._end("")
-            if reporter.ident is not None:
+            if reporter is not None:
                 reporter.join()
             self._hand_over()
 

@@ -35,6 +35,7 @@ from turnlane.node.flight.errors import translate_errors
 from turnlane.node.leases import BatchLease, Leases
 from turnlane.node.tables import Tables, TableStream
 from turnlane.queues.buffered import BufferedQueue
+from turnlane.runtime import start_thread
 from turnlane.table.shards import KeyRange
 
 log = get_logger(__name__)
@@ -241,8 +242,7 @@ class ReceiveStream:
         """Serve the client until it leaves. Raises errors of its messages."""
         self._writer.begin(self._stream.schema)
         self._tell(stream=self._stream.id)
-        sender = threading.Thread(target=self._send_all, name="turnlane-sender", daemon=True)
-        sender.start()
+        sender = start_thread("turnlane-sender", self._send_all)
         try:
             for _, metadata in self._chunks:
                 self._settle(parse_command(SettleCommand, metadata))

@@ -56,6 +56,7 @@ from turnlane.node.flight.read import (
 )
 from turnlane.node.node import Node
 from turnlane.node.tables import Tables
+from turnlane.runtime import start_thread
 from turnlane.serving.address import Address, ConnectionWatch, shut_down_connections
 from turnlane.serving.auth import Authority, Right, TlsSettings, parse_bearer
 
@@ -195,8 +196,7 @@ class FlightPlane:
             streams = list(self._streams)
         for stream in streams:
             stream.leave("the node is stopping")
-        stopper = threading.Thread(target=self._server.shutdown, daemon=True)
-        stopper.start()
+        stopper = start_thread("turnlane-flight-stop", self._server.shutdown)
         stopper.join(min(LEAVE_SECONDS, timeout / 2))
         while stopper.is_alive() and time.monotonic() < until:
             shut_down_connections(self._server.port)
