@@ -29,7 +29,7 @@ from benchmarks.resident import own_bytes
 from turnlane.errors import TransportDown
 from turnlane.events import Block
 from turnlane.memory import release_free_memory
-from turnlane.queues.api import Progress
+from turnlane.queues.api import NodeProgress
 
 SIZE = 1_000
 _LOOK_SECONDS = 0.05
@@ -66,14 +66,14 @@ class CopyingConnection:
         self._accepted = sequence + block.num_rows
         self._news.put(0)
 
-    def progress(self, timeout: float) -> Progress | None:
+    def progress(self, timeout: float) -> NodeProgress | None:
         if self._closed:
             raise TransportDown("closed")
         try:
             self._persisted = max(self._persisted, self._news.get(timeout=timeout))
         except queue.Empty:
             return None
-        return Progress(self._accepted, self._persisted, 0)
+        return NodeProgress(self._accepted, self._persisted, 0)
 
     def urge(self) -> None:
         """The node syncs every second, as it always does."""

@@ -15,7 +15,7 @@ from tests.recovery.proxy_harness import Publisher, await_values, impatience, op
 from turnlane.errors import QueueClosed, QueueEmpty, QueueFull, TransportDown
 from turnlane.events import Block, block_of
 from turnlane.queues import open_buffered_queue, proxy
-from turnlane.queues.api import Ack, AckLevel, Connection, Durability, Transport
+from turnlane.queues.api import Ack, AckLevel, Durability, NodeConnection, Transport
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.positions import BufferedBatch
 from turnlane.queues.proxy import RemoteStorage, retry_delay
@@ -612,7 +612,7 @@ def test_the_queue_of_the_node_can_be_read_through_the_proxy(opened: Opening) ->
 def test_the_test_transports_match_the_protocol() -> None:
     """They can be given to anything that takes a transport."""
     transports: list[Transport] = [ModelNode(), FlakyTransport(ModelNode())]
-    connections: list[Connection] = [transport.connect("client") for transport in transports]
+    connections: list[NodeConnection] = [transport.connect("client") for transport in transports]
     assert [connection.resume_at for connection in connections] == [0, 0]
 
 

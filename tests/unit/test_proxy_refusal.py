@@ -10,7 +10,7 @@ from tests.contract.harness import Acks, Task, wait_until
 from tests.recovery.proxy_harness import impatience, open_proxy
 from turnlane.errors import NotAllowed, QueueClosed, SchemaMismatch
 from turnlane.events import Block
-from turnlane.queues.api import Connection, Progress
+from turnlane.queues.api import NodeConnection, NodeProgress
 from turnlane.testing import ModelConnection, ModelNode
 
 
@@ -28,7 +28,7 @@ class _Refusing:
         self.step = step
         self.connects = 0
 
-    def connect(self, producer_id: str) -> Connection:
+    def connect(self, producer_id: str) -> NodeConnection:
         self.connects += 1
         self.check("connect")
         return _RefusingConnection(self, self.node.connect(producer_id))
@@ -55,7 +55,7 @@ class _RefusingConnection:
     def urge(self) -> None:
         self._inner.urge()
 
-    def progress(self, timeout: float) -> Progress | None:
+    def progress(self, timeout: float) -> NodeProgress | None:
         self._owner.check("progress")
         return self._inner.progress(timeout)
 

@@ -19,7 +19,7 @@ from turnlane.client.leased_batch import LeasedBatch, LeaseKeeper
 from turnlane.client.node_client import RemoteNode, parse_metadata, split_block
 from turnlane.errors import ConfigError, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import Block, conform_block
-from turnlane.queues.api import Durability, Place, Progress
+from turnlane.queues.api import Durability, NodeProgress, Place
 from turnlane.runtime import start_thread
 
 GREETING_SECONDS: Final = 10.0
@@ -76,8 +76,8 @@ class FlightConnection:
         self._node = node
         self._command = {"publish": queue, "producer": producer_id, "ack": "accepted"}
         self._changed = threading.Condition()
-        self._progress: Progress | None = None
-        self._told: Progress | None = None
+        self._progress: NodeProgress | None = None
+        self._told: NodeProgress | None = None
         self._failure: Exception | None = None
         self._closed = False
         self._schema: pa.Schema | None = None
@@ -102,7 +102,7 @@ class FlightConnection:
             self._check()
             self._stream.write(None, pa.py_buffer(b'{"urge": true}'))
 
-    def progress(self, timeout: float) -> Progress | None:
+    def progress(self, timeout: float) -> NodeProgress | None:
         """Wait for new progress; ``None`` if there is none in time."""
         with self._changed:
             self._changed.wait_for(
@@ -160,7 +160,7 @@ class FlightConnection:
 
     def on_progress(self, news: dict[str, Any]) -> None:
         """Take the progress that the node reports."""
-        progress = Progress(news["accepted"], news["persisted"], news["delivered"])
+        progress = NodeProgress(news["accepted"], news["persisted"], news["delivered"])
         with self._changed:
             self._progress = progress
             self._changed.notify_all()

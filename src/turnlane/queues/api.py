@@ -4,7 +4,7 @@ A queue has two ends. A :class:`Producer` publishes, and hears in publish order 
 have come. A consumer takes a :class:`Batch` and settles it with ``done()``, or gives it back with
 ``release()``. Kinds differ in where events wait, never in these rules.
 
-A proxy queue sends its events to a node. :class:`Transport` and :class:`Connection` are what it
+A proxy queue sends its events to a node. :class:`Transport` and :class:`NodeConnection` are what it
 needs for that; clients implement them, and tests replace them.
 """
 
@@ -363,7 +363,7 @@ class Stats:
         return asdict(self) | {"ledger": self.ledger.as_dict(), "utilization": self.utilization}
 
 
-class Progress(NamedTuple):
+class NodeProgress(NamedTuple):
     """How far the node has come with the events of a producer.
 
     Each field is a sequence number: all events of the producer below it have reached the level. A
@@ -375,7 +375,7 @@ class Progress(NamedTuple):
     delivered: int
 
 
-class Connection(Protocol):
+class NodeConnection(Protocol):
     """An open stream to the node. One thread sends while another listens."""
 
     @property
@@ -395,7 +395,7 @@ class Connection(Protocol):
     def urge(self) -> None:
         """Ask the node to persist everything soon: a publisher waits. Raises ``TransportDown``."""
 
-    def progress(self, timeout: float) -> Progress | None:
+    def progress(self, timeout: float) -> NodeProgress | None:
         """Wait for a report; ``None`` if none came in time. Raises ``TransportDown``."""
 
     def close(self) -> None:
@@ -408,7 +408,7 @@ class Connection(Protocol):
 class Transport(Protocol):
     """Connects to one queue of a node."""
 
-    def connect(self, producer_id: str) -> Connection:
+    def connect(self, producer_id: str) -> NodeConnection:
         """Open a stream for a numbered producer. Raises ``TransportDown``.
 
         After that the node takes nothing from earlier streams of the same producer: their events

@@ -275,12 +275,7 @@ class DirectProducer(Producer):
         source: str | None = None,
     ) -> bool:
         return self.publish(
-            value,
-            key,
-            headers=headers,
-            timestamp=timestamp,
-            severity=severity,
-            source=source,
+            value, key, headers=headers, timestamp=timestamp, severity=severity, source=source
         )
 
     def publish_block(

@@ -33,11 +33,7 @@ class Positions:
     __slots__ = ("_skipped", "end", "frontier", "low", "settled")
 
     def __init__(
-        self,
-        low: int = 0,
-        end: int = 0,
-        settled: Iterable[Span] = (),
-        skipped: Iterable[Span] = (),
+        self, low: int = 0, end: int = 0, settled: Iterable[Span] = (), skipped: Iterable[Span] = ()
     ) -> None:
         self.low = low
         self.frontier = low

@@ -112,12 +112,7 @@ class EventRequest(ProducerRequest):
     """A single event."""
 
     def __init__(
-        self,
-        producer: BufferedProducer,
-        value: bytes,
-        timestamp: int,
-        size: int,
-        rest: Annotations,
+        self, producer: BufferedProducer, value: bytes, timestamp: int, size: int, rest: Annotations
     ) -> None:
         super().__init__(producer, 1, size)
         self._value = value
@@ -621,10 +616,7 @@ def to_nanoseconds(timestamp: int) -> int:
 
 
 def measure_annotations(
-    key: str | None,
-    headers: Mapping[str, str] | None,
-    severity: int | None,
-    source: str | None,
+    key: str | None, headers: Mapping[str, str] | None, severity: int | None, source: str | None
 ) -> int:
     """Return the size of the optional columns of an event.
 

@@ -34,9 +34,9 @@ from turnlane.logs import get_logger
 from turnlane.queues.api import (
     AckLevel,
     Batch,
-    Connection,
     FullBehavior,
-    Progress,
+    NodeConnection,
+    NodeProgress,
     Transport,
 )
 from turnlane.queues.settings import QueueSettings
@@ -113,7 +113,7 @@ class RemoteStorage(Storage):
         self._is_connected = False
         self._has_logged_down = False
         self._has_logged_closed = False
-        self._connection: Connection | None = None
+        self._connection: NodeConnection | None = None
         self._stopping = threading.Event()
         self._sender = threading.Thread(
             target=self._run, name=f"turnlane-proxy-{settings.name}", daemon=True
@@ -191,7 +191,7 @@ class RemoteStorage(Storage):
         with self._news:
             self._news.notify_all()
 
-    def _use(self, connection: Connection) -> None:
+    def _use(self, connection: NodeConnection) -> None:
         listener: threading.Thread | None = None
         try:
             self._greet(connection)
@@ -205,7 +205,7 @@ class RemoteStorage(Storage):
             if listener is not None:
                 listener.join()
 
-    def _greet(self, connection: Connection) -> None:
+    def _greet(self, connection: NodeConnection) -> None:
         with self._host.lock:
             self._host.set_durability(connection.durability)
         with self._lock:
@@ -219,9 +219,9 @@ class RemoteStorage(Storage):
         if connection.resume_at < safe:
             lost = safe - connection.resume_at
             log.error("queue.node_lost_events", queue=self._name, events=lost)
-        self._handle_progress(Progress(connection.resume_at, 0, 0))
+        self._handle_progress(NodeProgress(connection.resume_at, 0, 0))
 
-    def _disconnect(self, connection: Connection) -> None:
+    def _disconnect(self, connection: NodeConnection) -> None:
         try:
             connection.close()
         except Exception as error:  # noqa: BLE001 - the connection is gone in any case
@@ -231,14 +231,14 @@ class RemoteStorage(Storage):
         """Whether the connection stands and the queue is open. Needs no lock."""
         return self._is_connected and not self._stopping.is_set()
 
-    def _resend(self, connection: Connection) -> None:
+    def _resend(self, connection: NodeConnection) -> None:
         """Send what the node does not have, though it may have said so before."""
         with self._lock:
             lost = [sent for sent in self._unpersisted if sent.end > connection.resume_at]
         for sent in lost:
             self._send(connection, sent)
 
-    def _send_next(self, connection: Connection) -> None:
+    def _send_next(self, connection: NodeConnection) -> None:
         if self._settings.full_behavior is FullBehavior.DROP_OLDEST:
             # Events that are on their way cannot be dropped, so some must not be on their way.
             with self._news:
@@ -256,7 +256,7 @@ class RemoteStorage(Storage):
             return
         self._send(connection, self._add_sent(batch))
 
-    def _pass_on_urgency(self, connection: Connection) -> None:
+    def _pass_on_urgency(self, connection: NodeConnection) -> None:
         """If a publisher waits here, let the node hurry, as a queue of our own would.
 
         Once the node has everything that is waited for, and once per connection.
@@ -279,7 +279,7 @@ class RemoteStorage(Storage):
                 waiting.append(sent)
         return sent
 
-    def _send(self, connection: Connection, sent: SentBatch) -> None:
+    def _send(self, connection: NodeConnection, sent: SentBatch) -> None:
         with self._news:
             self._news.wait_for(lambda: self._can_keep(sent) or not self._is_usable())
             block = sent.block if self._is_usable() else None
@@ -293,7 +293,7 @@ class RemoteStorage(Storage):
 
     # ── listening ───────────────────────────────────────────────────────────────────────────────
 
-    def _listen(self, connection: Connection) -> None:
+    def _listen(self, connection: NodeConnection) -> None:
         try:
             while self._is_usable():
                 progress = connection.progress(LOOK_SECONDS)
@@ -311,7 +311,7 @@ class RemoteStorage(Storage):
                 self._news.notify_all()
             self._disconnect(connection)  # the sender may be blocked in it
 
-    def _handle_progress(self, progress: Progress) -> None:
+    def _handle_progress(self, progress: NodeProgress) -> None:
         # Acceptance frees room only. A persisted or delivered event is accepted in any case.
         safe = max(progress.persisted, progress.delivered)
         with self._news:

@@ -257,10 +257,7 @@ class QueueSettings(BaseModel):
         example="60%",
     )
     light_delay: Duration = knob(
-        "1s",
-        WAITING,
-        "How long such a producer waits at most, each time.",
-        example="200ms",
+        "1s", WAITING, "How long such a producer waits at most, each time.", example="200ms"
     )
     high_watermark: Mark = knob(
         "90%",
@@ -278,11 +275,7 @@ class QueueSettings(BaseModel):
 
     # reading
     dequeue_batch_size: Count = knob(
-        1024,
-        STORING,
-        "The most events in a batch.",
-        example=5000,
-        ge=1,
+        1024, STORING, "The most events in a batch.", example=5000, ge=1
     )
     minimum_batch_size: Count = knob(
         1,
@@ -292,10 +285,7 @@ class QueueSettings(BaseModel):
         ge=1,
     )
     minimum_batch_timeout: Duration = knob(
-        "1s",
-        WAITING,
-        "How long to wait for `minimum_batch_size`.",
-        example="250ms",
+        "1s", WAITING, "How long to wait for `minimum_batch_size`.", example="250ms"
     )
     dequeue_rate: Rate | None = knob(
         None,
@@ -313,19 +303,12 @@ class QueueSettings(BaseModel):
         shown="always",
     )
     sampling_interval: Count = knob(
-        1,
-        ALL,
-        "Keep one event of so many; the others are dropped and counted.",
-        example=10,
-        ge=1,
+        1, ALL, "Keep one event of so many; the others are dropped and counted.", example=10, ge=1
     )
 
     # stopping
     shutdown_timeout: Duration = knob(
-        "5s",
-        ALL,
-        "How long a draining close waits for consumers.",
-        example="30s",
+        "5s", ALL, "How long a draining close waits for consumers.", example="30s"
     )
     completion_timeout: Duration = knob(
         "30s",
@@ -336,10 +319,7 @@ class QueueSettings(BaseModel):
         gt=0,
     )
     idle_timeout: Duration = knob(
-        "60s",
-        STORING,
-        "How long a worker without work lives on.",
-        example="10s",
+        "60s", STORING, "How long a worker without work lives on.", example="10s"
     )
     save_on_shutdown: bool = knob(
         default=True,
@@ -350,13 +330,7 @@ class QueueSettings(BaseModel):
     )
 
     # workers
-    workers: Count = knob(
-        1,
-        STORING,
-        "The most workers a pool runs at a time.",
-        example=8,
-        ge=1,
-    )
+    workers: Count = knob(1, STORING, "The most workers a pool runs at a time.", example=8, ge=1)
     worker_minimum_events: Count | None = knob(
         None,
         STORING,
@@ -382,11 +356,7 @@ class QueueSettings(BaseModel):
         gt=0,
     )
     chunk_size: Size = knob(
-        "64Mi",
-        ON_DISK,
-        "A new chunk file is begun after so many bytes.",
-        example="256Mi",
-        ge=1,
+        "64Mi", ON_DISK, "A new chunk file is begun after so many bytes.", example="256Mi", ge=1
     )
     memory_bytes: Size = knob(
         "64Mi",
@@ -418,11 +388,7 @@ class QueueSettings(BaseModel):
 
     # proxy
     batch_size: Count = knob(
-        1024,
-        (Kind.PROXY,),
-        "The most events in a batch sent to the node.",
-        example=4096,
-        ge=1,
+        1024, (Kind.PROXY,), "The most events in a batch sent to the node.", example=4096, ge=1
     )
     batches: Count = knob(
         4,

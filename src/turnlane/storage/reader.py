@@ -26,12 +26,7 @@ from turnlane.storage.frames import (
     parse_header,
 )
 from turnlane.storage.recovery import rename_foreign_segment
-from turnlane.storage.segments import (
-    Segment,
-    SegmentCatalog,
-    find_next_frame,
-    read_segment_schema,
-)
+from turnlane.storage.segments import Segment, SegmentCatalog, find_next_frame, read_segment_schema
 
 log = get_logger(__name__)
 

@@ -237,10 +237,7 @@ class SegmentWalk:
     """One walk. ``is_wanted(first, end)`` says which frames are read, checked and decoded."""
 
     def __init__(
-        self,
-        disk: Disk,
-        segments: Sequence[SegmentFile],
-        is_wanted: Callable[[int, int], bool],
+        self, disk: Disk, segments: Sequence[SegmentFile], is_wanted: Callable[[int, int], bool]
     ) -> None:
         self._disk = disk
         self._segments = segments

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from turnlane.errors import TransportDown
 from turnlane.events import Block
-from turnlane.queues.api import Batch, Connection, Durability, Progress, Transport
+from turnlane.queues.api import Batch, Durability, NodeConnection, NodeProgress, Transport
 
 IDLE_SECONDS = 0.005
 """How soon a connection that is to die while idle takes silence for idleness."""
@@ -150,7 +150,7 @@ class FlakyTransport:
 class FlakyConnection:
     """A connection made by :meth:`FlakyTransport.connect`."""
 
-    def __init__(self, flaky: FlakyTransport, producer_id: str, inner: Connection) -> None:
+    def __init__(self, flaky: FlakyTransport, producer_id: str, inner: NodeConnection) -> None:
         self._flaky = flaky
         self._producer_id = producer_id
         self._inner = inner
@@ -193,7 +193,7 @@ class FlakyConnection:
         self._check()
         self._inner.urge()
 
-    def progress(self, timeout: float) -> Progress | None:
+    def progress(self, timeout: float) -> NodeProgress | None:
         """Hear what the connection inside hears."""
         self._check()
         idle = self._flaky.expects(Step.IDLE)
@@ -206,7 +206,7 @@ class FlakyConnection:
                 self._die_after(progress)
         return progress
 
-    def _die_after(self, progress: Progress) -> None:
+    def _die_after(self, progress: NodeProgress) -> None:
         """Die once the client has been told this."""
         for step, further, nearer in (
             (Step.ACCEPTED, progress.accepted, progress.persisted),

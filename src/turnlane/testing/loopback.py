@@ -9,7 +9,7 @@ from bisect import bisect_right
 from turnlane.errors import QueueClosed, QueueFull, TransportDown
 from turnlane.events import Block
 from turnlane.queues.acks import AckWaiter
-from turnlane.queues.api import AckLevel, Batch, Durability, Progress
+from turnlane.queues.api import AckLevel, Batch, Durability, NodeProgress
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.storage.producer_sequences import GapPolicy
 
@@ -50,7 +50,7 @@ class LoopbackConnection:
         self._far_queue = far_queue
         self._route = route
         self._closed = threading.Event()
-        self._told: Progress | None = None
+        self._told: NodeProgress | None = None
         self._urge: AckWaiter | None = None
         try:
             self._producer = far_queue.producer(producer_id=producer_id, gaps=GapPolicy.FORGET)
@@ -87,7 +87,7 @@ class LoopbackConnection:
         self._far_queue.cancel_urge(self._urge)
         self._urge = self._far_queue.urge(AckLevel.PERSISTED, self._far_queue.end)
 
-    def progress(self, timeout: float) -> Progress | None:
+    def progress(self, timeout: float) -> NodeProgress | None:
         """Look at the far queue until it has come further than was last told."""
         deadline = time.monotonic() + timeout
         while not self._closed.is_set():
@@ -123,11 +123,13 @@ class _Route:
                 self._sequences.append(sequence)
                 self._offsets.append(self._far_queue.end)
 
-    def progress(self) -> Progress:
+    def progress(self) -> NodeProgress:
         """How far the far queue has come. Never too far: offsets are upper bounds."""
         persisted, delivered = self._far_queue.ack_positions()
         with self._lock:
-            progress = Progress(self._sequences[-1], self._below(persisted), self._below(delivered))
+            progress = NodeProgress(
+                self._sequences[-1], self._below(persisted), self._below(delivered)
+            )
             self._forget(progress.delivered)
         return progress
 

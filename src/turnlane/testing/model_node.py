@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from turnlane.errors import NotSupported, TransportDown
 from turnlane.events import Block, get_values
-from turnlane.queues.api import AckLevel, Durability, Progress
+from turnlane.queues.api import AckLevel, Durability, NodeProgress
 
 
 class ModelNode:
@@ -124,8 +124,8 @@ class ModelNode:
             self._hurry()
 
     def await_progress(
-        self, connection: ModelConnection, told: Progress | None, timeout: float
-    ) -> Progress | None:
+        self, connection: ModelConnection, told: NodeProgress | None, timeout: float
+    ) -> NodeProgress | None:
         """Wait for something that was not told yet."""
         with self._changed:
             self._changed.wait_for(
@@ -147,8 +147,8 @@ class ModelNode:
         waiting = len(self._events) - self._ends[AckLevel.DELIVERED]
         return self._size is None or waiting < self._size
 
-    def _progress(self, producer_id: str) -> Progress:
-        return Progress(*(self._sequences[level].get(producer_id, 0) for level in AckLevel))
+    def _progress(self, producer_id: str) -> NodeProgress:
+        return NodeProgress(*(self._sequences[level].get(producer_id, 0) for level in AckLevel))
 
     def _hurry(self) -> None:
         if self._eager is not AckLevel.ACCEPTED:
@@ -186,7 +186,7 @@ class ModelConnection:
         self.durability = node.durability
         self.closed = False
         self._node = node
-        self._told: Progress | None = None
+        self._told: NodeProgress | None = None
 
     def send(self, sequence: int, block: Block) -> None:
         """Hand a block to the node; blocks while that is full."""
@@ -195,7 +195,7 @@ class ModelConnection:
     def urge(self) -> None:
         """Nothing: a model persists when it is told to."""
 
-    def progress(self, timeout: float) -> Progress | None:
+    def progress(self, timeout: float) -> NodeProgress | None:
         """Wait for the node to come further."""
         progress = self._node.await_progress(self, self._told, timeout)
         self._told = progress or self._told

@@ -28,7 +28,7 @@ from turnlane.events import Block
 from turnlane.logs import get_logger
 from turnlane.node.flight.commands import BlockMetadata, PublishCommand, parse_command
 from turnlane.queues.acks import AckWaiter
-from turnlane.queues.api import AckLevel, Progress
+from turnlane.queues.api import AckLevel, NodeProgress
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.runtime import start_thread
 from turnlane.storage.producer_sequences import GapPolicy
@@ -119,14 +119,14 @@ class SequenceMap:
                 if len(self._numbers) > MAX_PAIRS:
                     self._thin_out()
 
-    def get_progress(self) -> Progress:
+    def get_progress(self) -> NodeProgress:
         """Return the progress in sequence numbers of the producer."""
         positions = None
         # Repeated until no watermark moves between reading the positions and setting _wake_at.
         while positions != (positions := self.queue.ack_positions()):
             persisted, delivered = positions
             with self._lock:
-                progress = Progress(
+                progress = NodeProgress(
                     self._numbers[-1], self._below(persisted), self._below(delivered)
                 )
                 self._forget_below(progress.delivered)
@@ -222,7 +222,7 @@ class PublishStream:
         """The offset after the last event whose number is below an earlier reported one."""
         self._unsynced = 0
         self._waiter: AckWaiter | None = None
-        self._reported: Progress | None = None
+        self._reported: NodeProgress | None = None
         self._news = threading.Condition()
         self._is_news = True
         self._looked = time.monotonic()
