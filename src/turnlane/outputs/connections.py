@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 import threading
@@ -70,6 +71,13 @@ def abort_connection(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the connection has ended already
         # Not the method of a TLS socket: it would remove the TLS state that the thread uses.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def wait_readable(connection: socket.socket, timeout: float) -> bool:
+    """Wait until there are bytes to read or the connection is closed; false on timeout."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
 
 
 def abort_descriptor(descriptor: int) -> None:

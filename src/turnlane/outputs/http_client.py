@@ -1,36 +1,32 @@
 """An HTTP client for outputs: pooled connections, time limits, and what a response means.
 
-All threads of an output share one ``HttpClient``. It is a thin layer over urllib3 that adds a time
-limit for connecting alone, a limit for the size of a response, and a way to abort the requests of
-other threads. It never retries and never follows redirects: the lane decides about that.
+All threads of an output share one ``HttpClient``. It is a thin layer over ``http.client`` that adds
+a time limit for connecting alone, a limit for the size of a response, and a way to abort the
+requests of other threads. It never retries and never follows redirects: the lane decides about
+that.
 """
 
 from __future__ import annotations
 
 import math
-import threading
+import ssl
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any, Final
-from weakref import WeakSet
-
-import urllib3
-from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.exceptions import (
-    ConnectTimeoutError,
-    HTTPError,
-    InsecureRequestWarning,
-    LocationValueError,
-    NewConnectionError,
-)
-from urllib3.exceptions import TimeoutError as Urllib3TimeoutError
-from urllib3.util import parse_url
+from urllib.parse import quote, urlsplit
 
 from turnlane.errors import Never, PayloadTooLarge, RetryLater, TurnlaneError
-from turnlane.outputs.connections import ClientTls, abort_connection
+from turnlane.outputs.connections import (
+    ClientTls,
+    ConnectionPool,
+    abort_connection,
+    wait_readable,
+)
 from turnlane.retry import MAX_RETRY_AFTER
 from turnlane.runtime import Closeable
 
@@ -132,10 +128,9 @@ def quote_body(body: bytes) -> str:
 
 # ── the client ───────────────────────────────────────────────────────────────────────────────────
 
-_MAX_IDLE: Final = 64
-"""Idle connections that are kept. If more threads send, the others get temporary connections."""
 _READ_BYTES: Final = 1 << 16
-_NO_RETRIES: Final = urllib3.Retry(total=False, redirect=False)
+_URL_SIGNS: Final = "/?:@!$&'()*+,;=~%[]"
+"""Characters that a path or a query may contain. A ``%`` begins a character that is escaped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +146,10 @@ class HttpClient(Closeable):
     """Sends requests to one server. Several threads use it at a time."""
 
     def __init__(self, url: str, tls: ClientTls, limits: HttpLimits) -> None:
-        self._server = parse_url(url)
+        self._server = urlsplit(url)
         self._tls = tls
         self._limits = limits
-        self._pool: urllib3.HTTPConnectionPool | None = None
-        self._pool_lock = threading.Lock()
-        self._connections = _OpenConnections()
+        self._pool = ConnectionPool(self._connect)
 
     def request(
         self,
@@ -168,140 +161,126 @@ class HttpClient(Closeable):
         """Return the response, also an error response. Raises ``RetryLater`` if there is none."""
         deadline = time.monotonic() + self._limits.total
         try:
-            response = self._get_pool().urlopen(
-                method,
-                _get_request_target(url),
-                body=body,
-                headers=headers,  # type: ignore[arg-type]  # bytes are sent unchanged
-                timeout=urllib3.Timeout(total=self._limits.total),
-                retries=_NO_RETRIES,
-                redirect=False,
-                preload_content=False,
-            )
-        except LocationValueError as error:
-            raise Never(f"{remove_query(url)} is not a valid URL") from error
-        except (HTTPError, OSError) as error:
-            is_timeout = isinstance(error, Urllib3TimeoutError) and not isinstance(
-                error, NewConnectionError
-            )
-            kind = "timeout" if is_timeout else "network"
-            text = f"{remove_query(url)}: {self._describe(error)}"
+            with self._pool.borrow() as connection:
+                return connection.exchange(method, url, headers, body, deadline)
+        except (HTTPException, OSError) as error:
+            kind = "timeout" if isinstance(error, TimeoutError) else "network"
+            text = f"{remove_query(url)}: {str(error) or type(error).__name__}"
             raise RetryLater(text, kind=kind) from error
-        return self._read(response, deadline)
 
     def cancel(self) -> None:
         """Make all requests in progress fail."""
-        for connection in self._connections.list_all():
-            if connection.sock is not None:
-                abort_connection(connection.sock)
+        self._pool.cancel()
 
     def close(self) -> None:
         """Close the idle connections; the others are closed when their requests end."""
-        with self._pool_lock:
-            if self._pool is not None:
-                self._pool.close()
+        self._pool.close()
 
-    def _get_pool(self) -> urllib3.HTTPConnectionPool:
-        """Return the pool. The first request creates it, because it reads the files of TLS."""
-        with self._pool_lock:
-            if self._pool is None:
-                options: dict[str, Any] = {
-                    "host": self._server.host,
-                    "port": self._server.port,
-                    "maxsize": _MAX_IDLE,
-                    "connect_limit": self._limits.connect,
-                    "open_connections": self._connections,
-                }
-                if self._server.scheme != "https":
-                    self._pool = _Pool(**options)
-                else:
-                    if not self._tls.verify:
-                        # The user asked for it: a warning at every connection does not help.
-                        urllib3.disable_warnings(InsecureRequestWarning)
-                    self._pool = _TlsPool(**options, ssl_context=self._tls.make_context())
-            return self._pool
+    def _connect(self) -> HttpClientConnection:
+        host, context = self._server.hostname or "", self._context
+        return HttpClientConnection(host, self._server.port, context, self._limits)
 
-    def _read(self, response: urllib3.BaseHTTPResponse, deadline: float) -> HttpResponse:
-        """Read the response up to the limits. Closes a connection that has more to read."""
-        body, is_complete = bytearray(), False
-        most = self._limits.response_bytes
+    @cached_property
+    def _context(self) -> ssl.SSLContext | None:
+        """The TLS context, which reads files: the first connection makes it."""
+        if self._server.scheme != "https":
+            return None
+        context = self._tls.make_context()
+        context.set_alpn_protocols(["http/1.1"])
+        return context
+
+
+class HttpClientConnection(HTTPConnection):
+    """An open connection. One thread uses it at a time; only :meth:`cancel` is for another one."""
+
+    auto_open = 0
+
+    def __init__(
+        self, host: str, port: int | None, context: ssl.SSLContext | None, limits: HttpLimits
+    ) -> None:
+        self.default_port = 80 if context is None else 443
+        super().__init__(host, port or self.default_port, timeout=limits.connect)
+        self._limits = limits
         try:
-            while not is_complete and len(body) <= most and time.monotonic() < deadline:
-                chunk = response.read1(_READ_BYTES)
-                body += chunk
-                is_complete = not chunk
-        except (HTTPError, OSError):
-            is_complete = False  # the status is known; the caller decides whether that is enough
-        if is_complete:
-            response.release_conn()
-        else:
-            response.close()
-        headers = {name.lower(): value for name, value in response.headers.items()}
-        return HttpResponse(response.status, headers, bytes(body), is_complete)
+            self.connect()
+            if context is not None:
+                self.sock = context.wrap_socket(self.sock, server_hostname=host)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"no connection within {limits.connect:g} s") from error
+            raise
+        # ``http.client`` forgets ``sock`` when the server wants to close the connection after its
+        # response. It must be possible to abort reading that response, too.
+        self._socket = self.sock
 
-    def _describe(self, error: Exception) -> str:
-        """Return the reason of a failure, without urllib3's representations of its objects."""
-        if isinstance(error, NewConnectionError):
-            return str(error).rpartition("): ")[2].rpartition("connection: ")[2]
-        if isinstance(error, ConnectTimeoutError):
-            return f"no connection within {self._limits.connect:g} s"
-        if isinstance(error, Urllib3TimeoutError):
-            return f"no answer within {self._limits.total:g} s"
-        inner = next((each for each in reversed(error.args) if isinstance(each, Exception)), error)
-        return str(inner) or type(inner).__name__
+    @property
+    def is_open(self) -> bool:
+        """Whether the server has neither closed the connection nor sent anything unexpected."""
+        return self.sock is not None and not wait_readable(self.sock, 0)
+
+    def cancel(self) -> None:
+        """Make the request of another thread fail."""
+        abort_connection(self._socket)
+
+    def exchange(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, bytes],
+        body: Any,  # noqa: ANN401 - any bytes-like object
+        deadline: float,
+    ) -> HttpResponse:
+        """Send a request and return the response. Closes a connection that has more to read."""
+        is_sent = True
+        try:
+            self._limit_time(deadline)
+            try:
+                self.request(method, _get_request_target(url), body, headers)
+            except (BrokenPipeError, ConnectionResetError):
+                is_sent = False  # the server may have answered before it read everything
+            self._limit_time(deadline)
+            response = self.getresponse()
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer within {self._limits.total:g} s") from error
+        content, is_complete = self._read(response, deadline)
+        if is_complete and is_sent:
+            response.close()
+        else:
+            self.close()
+        fields = {name.lower(): value for name, value in response.headers.items()}
+        if fields.get("content-encoding") in ("gzip", "deflate"):  # a user's headers asked for it
+            content = _decompress(content, self._limits.response_bytes)
+        return HttpResponse(response.status, fields, content, is_complete)
+
+    def _read(self, response: HTTPResponse, deadline: float) -> tuple[bytes, bool]:
+        """Return the body up to the limits, and whether that is all of it."""
+        body = bytearray()
+        try:
+            while len(body) <= self._limits.response_bytes and time.monotonic() < deadline:
+                self._limit_time(deadline)
+                chunk = response.read1(_READ_BYTES)
+                if not chunk:
+                    return bytes(body), not response.length
+                body += chunk
+        except (HTTPException, OSError):
+            pass  # the status is known; the caller decides whether that is enough
+        return bytes(body), False
+
+    def _limit_time(self, deadline: float) -> None:
+        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
 
 
 @lru_cache(maxsize=64)
 def _get_request_target(url: str) -> str:
     """Return path and query. Cached, because most requests go to the same URL."""
-    return parse_url(url).request_uri
+    _, _, path, query, _ = urlsplit(url)
+    return quote(f"{path or '/'}?{query}" if query else path or "/", safe=_URL_SIGNS)
 
 
-class _OpenConnections:
-    """The connections that exist. Safe to use from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._connections: WeakSet[HTTPConnection] = WeakSet()
-
-    def add(self, connection: HTTPConnection) -> None:
-        with self._lock:
-            self._connections.add(connection)
-
-    def list_all(self) -> list[HTTPConnection]:
-        with self._lock:
-            return list(self._connections)
-
-
-class _Connection(HTTPConnection):
-    """A connection with a time limit for connecting; urllib3's limit includes sending the body."""
-
-    def __init__(
-        self, *args: Any, connect_limit: float, open_connections: _OpenConnections, **options: Any
-    ) -> None:
-        super().__init__(*args, **options)
-        self._connect_limit = connect_limit
-        self._open_connections = open_connections
-
-    def connect(self) -> None:
-        limit = self.timeout
-        assert limit is not None
-        self.timeout = min(limit, self._connect_limit)
-        try:
-            super().connect()
-        finally:
-            self.timeout = limit
-        self.sock.settimeout(limit)
-        self._open_connections.add(self)
-
-
-class _TlsConnection(_Connection, HTTPSConnection):
-    pass
-
-
-class _Pool(urllib3.HTTPConnectionPool):
-    ConnectionCls = _Connection
-
-
-class _TlsPool(urllib3.HTTPSConnectionPool):
-    ConnectionCls = _TlsConnection
+def _decompress(body: bytes, most: int) -> bytes:
+    """Return the beginning of a compressed body; the body itself if it is not compressed."""
+    try:
+        return zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(body, most)
+    except zlib.error:
+        return body

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import select
 import socket
 import ssl
 import struct
@@ -36,7 +35,7 @@ from turnlane.formats.syslog import (
     rfc5424,
 )
 from turnlane.outputs.api import Output, OutputSettings
-from turnlane.outputs.connections import ClientTls, ConnectionPool, abort_connection
+from turnlane.outputs.connections import ClientTls, ConnectionPool, abort_connection, wait_readable
 from turnlane.outputs.event_ids import make_event_ids
 from turnlane.retry import Backoff
 from turnlane.serving.address import Address
@@ -86,7 +85,7 @@ class StreamSocket:
         # In TLS 1.3 the handshake of the client ends before the server has checked its certificate.
         # The server's first bytes are a session ticket, or a refusal: then nothing may be sent.
         if encrypted.version() == "TLSv1.3" and not encrypted.pending():
-            _wait_readable(encrypted, min(_HANDSHAKE_WAIT, self._limits.connect))
+            wait_readable(encrypted, min(_HANDSHAKE_WAIT, self._limits.connect))
         return encrypted
 
     @property
@@ -112,7 +111,7 @@ class StreamSocket:
             self._check_open()
             if time.monotonic() > deadline:
                 raise RetryLater(f"{self._address} has not confirmed {unconfirmed} bytes in time")
-            _wait_readable(self._socket, _CONFIRM_POLL.get_wait(looks))  # also ends at a close
+            wait_readable(self._socket, _CONFIRM_POLL.get_wait(looks))  # also ends at a close
             looks += 1
 
     def _check_open(self) -> None:
@@ -195,13 +194,6 @@ class DatagramSocket:
 
 def _make_error(address: Address, error: OSError) -> RetryLater:
     return RetryLater(f"{address}: {error.strerror or error}")
-
-
-def _wait_readable(connection: socket.socket, timeout: float) -> None:
-    """Wait until there are bytes to read, the connection is closed, or the time is over."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    poll.poll(timeout * 1000)
 
 
 def _count_unconfirmed_bytes(connection: socket.socket) -> int:
