@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlane.events import Block
-from turnlane.outputs.event_ids import make_event_ids
+from turnlane.outputs.templates import make_event_ids
 from turnlane.spark.row_codec import group_rows_by_event, number_rows_of_events, to_block
 
 

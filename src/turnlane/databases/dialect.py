@@ -3,7 +3,7 @@
 A `Dialect` describes one database and holds no connection, so any thread may use it. Queue tables
 and SQL outputs share it. Each reacts in its own way to the kinds of errors, but only the dialect
 of a database looks at the error codes of its driver. Statements about the tables of a queue are in
-`turnlane.table.queue_sql`; statements of the SQL output are in `turnlane.outputs.sql_writers`.
+`turnlane.table.queue_sql`; statements of the SQL output are in `turnlane.outputs.sql`.
 """
 
 from __future__ import annotations

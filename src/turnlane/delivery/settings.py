@@ -192,3 +192,9 @@ NULL_BITS: Final = f"{OWN_PREFIX}hollows"
 """One bit for each column of lists or maps: whether the value is null."""
 PAYLOAD: Final = "payload"
 """The event as the output sends it. Output plugins read it, so it has no prefix."""
+POSITION_COLUMNS: Final = ("partition", "offset")
+"""The columns that identify an event in its queue."""
+ROW_NUMBER_COLUMN: Final = f"{OWN_PREFIX}row"
+"""Numbers the rows that a transform made of one event: 0, 1, …"""
+INTERNAL_COLUMNS: Final = ("queue", *POSITION_COLUMNS, DIRECT, PAYLOAD, ROW_NUMBER_COLUMN)
+"""Columns about the way of an event, not about its contents: destinations do not store them."""

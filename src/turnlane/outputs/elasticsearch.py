@@ -21,7 +21,6 @@ from turnlane.errors import PartlyDelivered, RetryLater, TurnlaneError
 from turnlane.events import Block
 from turnlane.formats.lines import joined, large, strung
 from turnlane.outputs.api import OutputSettings
-from turnlane.outputs.event_ids import make_dated_event_ids
 from turnlane.outputs.http_client import (
     HttpResponse,
     get_response_error,
@@ -44,6 +43,7 @@ from turnlane.outputs.templates import (
     TemplateText,
     escape_json,
     find_template_columns,
+    make_dated_event_ids,
 )
 
 _CONTENT_TYPE: Final = "application/x-ndjson"

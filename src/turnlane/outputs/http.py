@@ -20,7 +20,6 @@ from pydantic import AfterValidator, Field, model_validator
 from turnlane.events import Block
 from turnlane.formats.lines import joined, large, lines_of, strung
 from turnlane.outputs.api import OutputSettings
-from turnlane.outputs.event_ids import make_event_ids, make_idempotency_key
 from turnlane.outputs.http_client import HttpResponse
 from turnlane.outputs.http_requests import (
     BlockRows,
@@ -42,6 +41,8 @@ from turnlane.outputs.templates import (
     escape_json,
     escape_url,
     find_template_columns,
+    make_event_ids,
+    make_idempotency_key,
 )
 from turnlane.validation import ConfigIssue, ContradictorySettings
 

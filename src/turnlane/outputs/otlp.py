@@ -31,7 +31,6 @@ from turnlane.formats.otlp import (
 )
 from turnlane.logs import get_logger
 from turnlane.outputs.api import OutputSettings
-from turnlane.outputs.event_ids import make_dated_event_ids, make_idempotency_key
 from turnlane.outputs.http_client import HttpResponse, quote_body
 from turnlane.outputs.http_requests import (
     BaseHttpUrl,
@@ -43,6 +42,7 @@ from turnlane.outputs.http_requests import (
     RequestOutputSettings,
     select_rows,
 )
+from turnlane.outputs.templates import make_dated_event_ids, make_idempotency_key
 
 log = get_logger(__name__)
 

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from turnlane.client.address import NodeUrl, raise_node_errors
 from turnlane.client.node_client import Credentials, RemoteNode, parse_metadata
+from turnlane.delivery.settings import INTERNAL_COLUMNS, ROW_NUMBER_COLUMN
 from turnlane.errors import (
     EventTooLarge,
     Never,
@@ -31,7 +32,6 @@ from turnlane.events import Block, cast_base_columns
 from turnlane.logs import get_logger
 from turnlane.outputs.api import Output, OutputSettings
 from turnlane.outputs.connections import ClientTls
-from turnlane.outputs.event_ids import INTERNAL_COLUMNS, ROW_NUMBER_COLUMN
 from turnlane.runtime import read_secret
 from turnlane.units import Duration
 from turnlane.validation import ConfigIssue, ContradictorySettings

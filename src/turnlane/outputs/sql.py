@@ -1,27 +1,350 @@
-"""Output ``sql``: events as rows of a table in PostgreSQL, MySQL, MariaDB or SQLite."""
+"""Output ``sql``: events as rows of a table in PostgreSQL, MySQL, MariaDB or SQLite.
+
+Each thread that sends has a writer, which is one connection. A writer writes all rows of a block in
+one transaction, together with the record of delivered offsets if the output delivers exactly once.
+The databases differ in how they take many rows: PostgreSQL copies CSV that Arrow writes, MySQL and
+SQLite insert Python values.
+"""
 
 from __future__ import annotations
 
+import abc
+import contextlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, NamedTuple, Self
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv
 from pydantic import AfterValidator, Field, model_validator
 
 from turnlane.databases import (
     ConnectOptions,
+    Dialect,
     check_url_setting,
+    execute_statement,
+    get_delivery_error,
     get_dialect_name,
     load_dialect,
 )
-from turnlane.errors import Never, RetryLater
+from turnlane.errors import Never, PayloadTooLarge, RetryLater, TurnlaneError
 from turnlane.events import Block
+from turnlane.formats.lines import joined
+from turnlane.logs import get_logger
 from turnlane.outputs.api import ExactlyOnceSettings, Output, OutputSettings
-from turnlane.outputs.connections import ClientTls, ConnectionPool
-from turnlane.outputs.sql_rows import TableRows, build_rows
-from turnlane.outputs.sql_writers import WRITERS, TableWriter, Target
-from turnlane.runtime import read_secret
+from turnlane.outputs.connections import ClientTls, ConnectionPool, abort_descriptor
+from turnlane.outputs.sql_rows import DeliveredRanges, DeliveryRecord, TableRows, build_rows
+from turnlane.outputs.templates import ISO_TIME
+from turnlane.runtime import Closeable, read_secret
 from turnlane.units import Duration
 from turnlane.validation import ConfigIssue, ContradictorySettings
+
+log = get_logger(__name__)
+
+# ── writers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Target(NamedTuple):
+    """The table that a writer writes into."""
+
+    table: str
+    columns: tuple[str, ...]
+    key: tuple[str, ...]
+    delivered_as: str | None
+    """The name in the record of delivered offsets; ``None`` means that there is no record."""
+    timeout: float
+
+
+class TableWriter(Closeable):
+    """One connection. One thread uses it at a time; only :meth:`cancel` is for another one.
+
+    Raises turnlane's errors, and the driver's error where its meaning is unknown.
+    """
+
+    def __init__(self, dialect: Dialect, target: Target) -> None:
+        self._dialect = dialect
+        self.target = target
+        quote = dialect.quote_name
+        self._table = ".".join(map(quote, target.table.split(".")))
+        self._columns = ", ".join(map(quote, target.columns))
+        self._key = ", ".join(map(quote, target.key))
+        self._record: DeliveryRecord | None = None
+        if target.delivered_as is not None:
+            ranges = DeliveredRanges(target.delivered_as, quote, self.execute)
+            self._record = DeliveryRecord(ranges, self.transaction, f" {dialect.lock}")
+        with self._translate_errors():
+            self._connection = dialect.connect()
+            try:
+                self._inspect_table()
+            except BaseException:
+                self.close()
+                raise
+
+    @abc.abstractmethod
+    def _inspect_table(self) -> None:
+        """Set the connection up; fails if the table or a column does not exist."""
+
+    @abc.abstractmethod
+    def insert(self, rows: pa.RecordBatch) -> None:
+        """Write rows; a row replaces another one with the same key."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the server has not closed the connection."""
+        return self._dialect.is_alive(self._connection)
+
+    def cancel(self) -> None:
+        """Make the statement of another thread fail; the connection is of no use afterwards."""
+        with contextlib.suppress(self._dialect.error):  # it may be closed already
+            descriptor = self._dialect.get_descriptor(self._connection)
+            if descriptor is None:
+                self._dialect.cancel(self._connection)
+            else:
+                # The thread fails at once, even if the server does not answer.
+                abort_descriptor(descriptor)
+
+    def close(self) -> None:
+        with contextlib.suppress(self._dialect.error):
+            self._connection.close()
+
+    def write(self, rows: TableRows) -> None:
+        """Write all rows in one transaction, except the rows that an earlier one wrote."""
+        with self._translate_errors():
+            if rows.positions and self._record is not None:
+                self._record.prepare(rows.positions)
+            with self.transaction():
+                fresh = self._select_fresh(rows)
+                if fresh.num_rows:
+                    self.insert(fresh)
+
+    def execute(self, statement: str, values: Sequence[Any]) -> Sequence[Any]:
+        """Run a statement whose parameters are ``?``; returns its rows."""
+        placed = statement.replace("?", self._dialect.placeholder)
+        return execute_statement(self._connection, placed, values).rows()
+
+    def transaction(self) -> contextlib.AbstractContextManager[None]:
+        """Run a transaction; an exception rolls it back."""
+        return self._dialect.transaction(self._connection)
+
+    def _select_fresh(self, rows: TableRows) -> pa.RecordBatch:
+        """Return the rows that are not in the table yet, and record them as delivered."""
+        if not rows.positions or self._record is None:
+            return rows.columns
+        chosen = self._record.record(rows.positions)
+        repeated = rows.columns.num_rows - len(chosen)
+        if not repeated:
+            return rows.columns
+        log.info("sql.repeated_events_skipped", table=self.target.table, events=repeated)
+        return rows.columns.take(chosen)
+
+    @contextlib.contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except TurnlaneError:
+            raise
+        except Exception as error:
+            meaning = get_delivery_error(self._dialect, error)
+            if meaning is None:
+                raise
+            raise meaning from error
+
+    def _select_nothing(self) -> str:
+        return f"SELECT {self._columns} FROM {self._table} LIMIT 0"  # noqa: S608 - quoted names
+
+    def _insert_values(self) -> str:
+        values = ", ".join([self._dialect.placeholder] * len(self.target.columns))
+        return f"INSERT INTO {self._table} ({self._columns}) VALUES ({values})"  # noqa: S608
+
+    def _set_others(self, form: str) -> str:
+        """Return the columns outside the key, each in a form such as ``{0} = EXCLUDED.{0}``."""
+        names = (name for name in self.target.columns if name not in self.target.key)
+        return ", ".join(form.format(self._dialect.quote_name(name)) for name in names)
+
+    def _on_conflict(self) -> str:
+        others = self._set_others("{0} = EXCLUDED.{0}")
+        return f"ON CONFLICT ({self._key}) DO " + (f"UPDATE SET {others}" if others else "NOTHING")
+
+
+# ── PostgreSQL ───────────────────────────────────────────────────────────────────────────────────
+
+_BYTEA: Final = 17
+_INCOMING: Final = "turnlane_incoming"
+"""A temporary table, for rows that may replace others: COPY itself only adds."""
+_ROW: Final = "turnlane_row"
+_HEX: Final = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
+
+
+class PostgresWriter(TableWriter):
+    """Copies rows."""
+
+    def _inspect_table(self) -> None:
+        found = self._connection.execute(self._select_nothing())
+        codes = (each.type_code for each in found.description)
+        self._types = dict(zip(self.target.columns, codes, strict=True))
+        if self.target.key:
+            rows = f"SELECT {self._columns}, CAST(0 AS bigint) AS {_ROW} FROM {self._table}"  # noqa: S608
+            self._connection.execute(
+                f"CREATE TEMPORARY TABLE {_INCOMING} ON COMMIT DELETE ROWS AS {rows} WITH NO DATA"
+            )
+
+    def insert(self, rows: pa.RecordBatch) -> None:
+        if not self.target.key:
+            self._copy(f"{self._table} ({self._columns})", rows)
+            return
+        numbers = pa.array(np.arange(rows.num_rows))
+        self._copy(f"{_INCOMING} ({self._columns}, {_ROW})", rows.append_column(_ROW, numbers))
+        # The last row of each key; a row without a whole key is a row by itself.
+        key = list(map(self._dialect.quote_name, self.target.key))
+        lacking = " OR ".join(f"{name} IS NULL" for name in key)
+        distinct = f"{self._key}, CASE WHEN {lacking} THEN {_ROW} END"
+        self._connection.execute(
+            f"INSERT INTO {self._table} ({self._columns}) "  # noqa: S608 - all names are quoted
+            f"SELECT DISTINCT ON ({distinct}) {self._columns} FROM {_INCOMING} "
+            f"ORDER BY {distinct}, {_ROW} DESC {self._on_conflict()}"
+        )
+
+    def _copy(self, destination: str, rows: pa.RecordBatch) -> None:
+        text = write_csv(rows, self._types)
+        statement = f"COPY {destination} FROM STDIN (FORMAT csv, ENCODING 'UTF8')"
+        with self._connection.cursor() as cursor, cursor.copy(statement) as copy:
+            copy.write(text)
+
+
+def write_csv(rows: pa.RecordBatch, types: Mapping[str, int]) -> memoryview:
+    """Return rows as COPY reads them: an empty field is null, and an empty text has quotes."""
+    names = rows.schema.names
+    columns = [_to_csv(rows.column(name), is_bytes=types.get(name) == _BYTEA) for name in names]
+    file = io.BytesIO()
+    options = csv.WriteOptions(include_header=False, quoting_style="needed")
+    csv.write_csv(pa.RecordBatch.from_arrays(columns, names=names), file, options)
+    return file.getbuffer()
+
+
+def _to_csv(column: Any, *, is_bytes: bool) -> Any:  # noqa: ANN401
+    text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+    if is_bytes and (text or _is_binary(column)):
+        return _to_hexadecimal(column.cast(pa.binary()))
+    return _to_text(column, "a text") if _is_binary(column) else column
+
+
+def _to_hexadecimal(column: Any) -> Any:  # noqa: ANN401
+    """Return bytes as PostgreSQL reads them, without a Python object for any of them."""
+    offsets = np.frombuffer(column.buffers()[1], dtype=np.int32)
+    bounds = offsets[column.offset : column.offset + len(column) + 1].astype(np.int64)
+    data = np.frombuffer(column.buffers()[2] or b"", dtype=np.uint8)[bounds[0] : bounds[-1]]
+    digits = np.empty(2 * len(data), dtype=np.uint8)
+    digits[0::2], digits[1::2] = _HEX[data >> 4], _HEX[data & 15]
+    ends = pa.py_buffer((2 * (bounds - bounds[0])).data)
+    buffers = [None, ends, pa.py_buffer(digits.data)]
+    texts: Any = pa.Array.from_buffers(pa.large_binary(), len(column), buffers)
+    marked = joined(pa.scalar(b"\\x", pa.large_binary()), texts).cast(pa.large_string())
+    return pc.if_else(column.is_valid(), marked, pa.scalar(None, pa.large_string()))
+
+
+# ── MySQL and MariaDB ────────────────────────────────────────────────────────────────────────────
+
+
+class MysqlWriter(TableWriter):
+    """Inserts many rows with one statement, which the driver builds."""
+
+    def _inspect_table(self) -> None:
+        for setting in (
+            # A value that does not fit is an error, not another value.
+            "sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')",
+            "time_zone = '+00:00'",
+            # The server gives up before the driver does.
+            f"innodb_lock_wait_timeout = {max(1, int(self.target.timeout) // 2)}",
+        ):
+            self.execute(f"SET SESSION {setting}", [])
+        ((packet,),) = self.execute("SELECT @@max_allowed_packet", [])
+        self._largest = int(packet) // 2  # a byte may take two in a statement
+        self.execute(self._select_nothing(), [])
+
+    def insert(self, rows: pa.RecordBatch) -> None:
+        if rows.nbytes > self._largest:
+            raise PayloadTooLarge(f"{rows.nbytes} bytes are too many for max_allowed_packet")
+        statement = self._insert_values()
+        if self.target.key:
+            # Without other columns to set, the key is set to its own value.
+            same = self._dialect.quote_name(self.target.key[0])
+            others = self._set_others("{0} = VALUES({0})") or f"{same} = {same}"
+            statement += f" ON DUPLICATE KEY UPDATE {others}"
+        with self._connection.cursor() as cursor:
+            cursor.executemany(statement, _to_tuples(map(self._convert, rows.columns)))
+
+    @staticmethod
+    def _convert(column: Any) -> Any:  # noqa: ANN401
+        """Return bytes as text where they are UTF-8: a JSON column takes no bytes."""
+        with contextlib.suppress(Never):
+            return _to_text(column, "") if _is_binary(column) else column
+        return column
+
+
+# ── SQLite ───────────────────────────────────────────────────────────────────────────────────────
+
+_LOCAL_TIME: Final = "%Y-%m-%dT%H:%M:%S"
+
+
+class SqliteWriter(TableWriter):
+    """Inserts rows one by one: SQLite has no round trips."""
+
+    def _inspect_table(self) -> None:
+        self.execute(self._select_nothing(), [])
+        *schema, table = self.target.table.split(".")
+        listed = self.execute(
+            "SELECT name, type FROM pragma_table_info(?, ?)", [table, *(schema or ["main"])]
+        )
+        self._blobs = {str(name) for name, kind in listed if "BLOB" in str(kind).upper()}
+
+    def insert(self, rows: pa.RecordBatch) -> None:
+        statement = self._insert_values()
+        if self.target.key:
+            statement += f" {self._on_conflict()}"
+        columns = map(self._convert, rows.columns, rows.schema.names)
+        self._connection.executemany(statement, _to_tuples(columns))
+
+    def _convert(self, column: Any, name: str) -> Any:  # noqa: ANN401
+        """Return a column as SQLite stores it: numbers, texts and bytes. Times are ISO 8601."""
+        kind = column.type
+        if pa.types.is_timestamp(kind):
+            return pc.strftime(column, _LOCAL_TIME if kind.tz is None else ISO_TIME)
+        if _is_binary(column):
+            return column if name in self._blobs else _to_text(column, "not a BLOB")
+        if pa.types.is_decimal(kind) or pa.types.is_temporal(kind):
+            return column.cast(pa.string())
+        return column
+
+
+WRITERS: Final[Mapping[str, type[TableWriter]]] = {
+    "postgres": PostgresWriter,
+    "mysql": MysqlWriter,
+    "sqlite": SqliteWriter,
+}
+"""By the names of the dialects."""
+
+
+def _is_binary(column: Any) -> bool:  # noqa: ANN401
+    return pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)
+
+
+def _to_text(column: Any, kind: str) -> Any:  # noqa: ANN401
+    """Return bytes as text, for a table's column of another kind than bytes. Raises ``Never``."""
+    try:
+        return column.cast(pa.large_string())
+    except pa.ArrowInvalid:
+        raise Never(f"a value is not UTF-8, and its column in the table is {kind}") from None
+
+
+def _to_tuples(columns: Iterator[Any]) -> list[tuple[Any, ...]]:
+    """Return columns as rows that drivers take."""
+    return list(zip(*(column.to_pylist() for column in columns), strict=True))
+
+
+# ── the output ───────────────────────────────────────────────────────────────────────────────────
 
 _EXAMPLES: Final = ["postgresql://user@host/db", "mysql://user@host/db", "sqlite:///file.db"]
 

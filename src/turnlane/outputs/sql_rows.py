@@ -25,17 +25,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from turnlane.delivery.settings import POSITION_COLUMNS, ROW_NUMBER_COLUMN
 from turnlane.errors import Never, RetryLater
 from turnlane.events import Block
 from turnlane.intervals import RangeSet
 from turnlane.logs import get_logger
-from turnlane.outputs.event_ids import POSITION_COLUMNS, ROW_NUMBER_COLUMN, make_event_ids
+from turnlane.outputs.templates import EVENT_ID, make_event_ids
 from turnlane.table.batch_commit import DELIVERED_TABLE
 
 log = get_logger(__name__)
-
-EVENT_ID: Final = "event_id"
-"""A source that needs no column: the id of the event."""
 
 Offsets = npt.NDArray[np.int64]
 

@@ -29,7 +29,6 @@ from turnlane.events import Block
 from turnlane.logs import get_logger
 from turnlane.outputs.api import ExactlyOnceSettings, Output, OutputSettings
 from turnlane.outputs.connections import ConnectionPool
-from turnlane.outputs.event_ids import make_dated_event_ids
 from turnlane.outputs.sql_rows import (
     DeliveredRanges,
     DeliveryRecord,
@@ -37,6 +36,7 @@ from turnlane.outputs.sql_rows import (
     TableRows,
     build_rows,
 )
+from turnlane.outputs.templates import make_dated_event_ids
 from turnlane.runtime import Closeable
 from turnlane.table.batch_commit import WriterGate
 from turnlane.table.definition import Definition

@@ -1,8 +1,12 @@
-"""Templates: texts with fields, such as ``logs-{source}-{timestamp:%Y.%m}``, for each event.
+"""Texts of events for destinations: ids, and templates such as ``logs-{source}-{timestamp:%Y.%m}``.
 
-``{column}`` is a column's value, ``{column.key}`` an entry of a map or a field of a struct,
-``{column:%Y-%m-%d}`` a time in the given format, ``{event_id}`` the event's id. ``{{`` and ``}}``
-are braces. A value that an event does not have is an empty text.
+An event's id is made of its queue, partition and offset, so no state is needed, and it is the same
+however many times the event is sent. A destination that stores events by id, or drops ids that it
+has seen, gets each event once.
+
+In a template, ``{column}`` is a column's value, ``{column.key}`` an entry of a map or a field of a
+struct, ``{column:%Y-%m-%d}`` a time in the given format, ``{event_id}`` the event's id. ``{{`` and
+``}}`` are braces. A value that an event does not have is an empty text.
 """
 
 from __future__ import annotations
@@ -14,22 +18,97 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeAlias
 from urllib.parse import quote
 
+import google_crc32c
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import AfterValidator
 
+from turnlane.delivery.settings import POSITION_COLUMNS, ROW_NUMBER_COLUMN
 from turnlane.errors import RetryLater
 from turnlane.events import Block
-from turnlane.outputs.event_ids import make_event_ids
+from turnlane.pipeline.settings import MAIN
 
 Texts: TypeAlias = "pa.Array[Any]"
 Escape = Callable[[Texts], Texts]
 
 EVENT_ID: Final = "event_id"
+"""The name of the id, which needs no column."""
 ISO_TIME: Final = "%Y-%m-%dT%H:%M:%SZ"
 _TOKEN: Final = re.compile(r"(\{\{|\}\})|\{([^{}]*)\}|([{}])")
 _FIELD: Final = re.compile(r"(?P<column>\w+)(?:\.(?P<key>[^:]+))?(?::(?P<time_format>.+))?")
 _CONTROL: Final = r"[\x00-\x1f]"
+
+_TIME: Final = "timestamp"
+
+# ── event ids ────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_event_ids(block: Block) -> pa.Array[Any] | None:
+    """Return ``queue/partition/offset`` of each event; ``None`` if they come from no queue.
+
+    Rows that SQL made of many events come from no queue. If a transform made several rows of one
+    event, the second row's id ends in ``.1``, the third row's in ``.2``, and so on.
+    """
+    names = block.schema.names
+    if not all(name in names for name in POSITION_COLUMNS):
+        return None
+    partition, offset = (block.column(name).cast(pa.string()) for name in POSITION_COLUMNS)
+    if ROW_NUMBER_COLUMN in names:
+        rows = block.column(ROW_NUMBER_COLUMN)
+        numbered = _join(offset, rows.cast(pa.string()), ".")
+        offset = pc.if_else(pc.equal(rows, pa.scalar(0)), offset, numbered)
+    return _join(_get_queues(block), partition, offset, "/")
+
+
+def make_dated_event_ids(block: Block) -> pa.Array[Any] | None:
+    """Return the event ids followed by each event's time, for destinations that keep ids for long.
+
+    A queue that was removed and created again counts its offsets from zero. The time keeps its
+    events apart from the events of the old queue.
+    """
+    ids = make_event_ids(block)
+    if ids is None or not _has_times(block):
+        return ids
+    return _join(ids, pc.strftime(block.column(_TIME), ISO_TIME), "-")
+
+
+def make_idempotency_key(block: Block, body: pa.Buffer | bytes) -> str | None:
+    """Return a key for a request: the same only for the same events in the same form.
+
+    It has the first and the last id, and a checksum of the times and the body: the events between
+    may differ another time, and two actions may send the same events in different forms.
+    """
+    first = make_event_ids(block.slice(0, 1))
+    last = make_event_ids(block.slice(block.num_rows - 1))
+    if first is None or last is None:
+        return None
+    checksum = 0
+    if _has_times(block):
+        times = block.column(_TIME).cast(pa.int64()).fill_null(0)
+        checksum = google_crc32c.value(times.to_numpy().tobytes())
+    return f"{first[0]}-{last[0]}-{google_crc32c.extend(checksum, body):08x}"
+
+
+def _get_queues(block: Block) -> Any:  # noqa: ANN401
+    """Return the queues that events come from. In the main lane the column is about the next."""
+    at = block.schema.get_field_index("queue")
+    if at >= 0 and pa.types.is_string(block.schema.field(at).type):
+        return block.column(at)
+    return pa.scalar(MAIN)
+
+
+def _has_times(block: Block) -> bool:
+    at = block.schema.get_field_index(_TIME)
+    return at >= 0 and pa.types.is_timestamp(block.schema.field(at).type)
+
+
+def _join(*parts: Any) -> pa.Array[Any]:
+    """Join texts of each row; the last part is the separator, and null is an empty text."""
+    joined: pa.Array[Any] = pc.binary_join_element_wise(*parts, null_handling="replace")
+    return joined
+
+
+# ── templates ────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,10 @@ from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from typing import Final
 
-from turnlane.delivery.settings import DeliverySettings, Ordering
+from turnlane.delivery.settings import POSITION_COLUMNS, DeliverySettings, Ordering
 from turnlane.events import BASE_SCHEMA
 from turnlane.intervals import MAX_COPY_TARGETS
 from turnlane.outputs.api import OutputSettings
-from turnlane.outputs.event_ids import POSITION_COLUMNS
 from turnlane.outputs.queue import QueueOutputSettings
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import MAIN, ActionSettings, PipelineSettings

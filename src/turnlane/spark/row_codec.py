@@ -25,11 +25,15 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.types import ArrayType, MapType, StructType
 
-from turnlane.delivery.settings import NULL_BITS
+from turnlane.delivery.settings import (
+    INTERNAL_COLUMNS,
+    NULL_BITS,
+    POSITION_COLUMNS,
+    ROW_NUMBER_COLUMN,
+)
 from turnlane.errors import SchemaMismatch
 from turnlane.events import BASE_SCHEMA, Block, cast_base_columns, join_blocks
 from turnlane.key_hash import count_earlier_equals
-from turnlane.outputs.event_ids import INTERNAL_COLUMNS, POSITION_COLUMNS, ROW_NUMBER_COLUMN
 
 Mask = npt.NDArray[np.bool_]
 
