@@ -31,8 +31,13 @@ from turnlane.node.commit_apply import (
     restage_events,
 )
 from turnlane.node.commit_record import Commit, CommitPart, SettleRange
-from turnlane.node.copy import CopyByReference, CopyByValue
-from turnlane.node.event_refs import decode_references, encode_references, read_range
+from turnlane.node.event_refs import (
+    CopyByReference,
+    CopyByValue,
+    decode_references,
+    encode_references,
+    read_range,
+)
 from turnlane.node.node import Node
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.testing import FaultyDisk
@@ -70,7 +75,7 @@ def test_copy_of_few_events_releases_the_source_block() -> None:
     """Nor if a column of theirs has nulls only."""
     before = pa.total_allocated_bytes()
     block = _received(1000)
-    chosen = event_refs._only(block.slice(100, 800), np.array([7, 9]))
+    chosen = event_refs._select_rows(block.slice(100, 800), np.array([7, 9]))
     assert chosen.schema == block.schema
     del block
     assert pa.total_allocated_bytes() - before < 10_000
@@ -359,7 +364,7 @@ def test_unreadable_reference_stage_does_not_prevent_the_start(tmp_path: Path) -
     ],
     ids=["disk", "into memory", "unsynced", "memory", "assisted", "narrower", "narrow", "wider"],
 )
-def test_only_durable_fitting_events_are_copied_by_reference(
+def test_select_rows_durable_fitting_events_are_copied_by_reference(
     source: dict[str, Any], target: dict[str, Any], kind: type, tmp_path: Path
 ) -> None:
     with (

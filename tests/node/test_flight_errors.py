@@ -20,8 +20,7 @@ from tests.node.conftest import Served, Stream, values
 from turnlane.errors import StorageFailed
 from turnlane.events import block_of
 from turnlane.node.flight.actions import ACTIONS, Actions
-from turnlane.node.flight.commands import MAX_COMMAND
-from turnlane.node.flight.errors import MAX_MESSAGE, build_flight_error
+from turnlane.node.flight.messages import MAX_COMMAND, MAX_MESSAGE, build_flight_error
 
 REFUSALS = (flight.FlightError, pa.ArrowException)
 

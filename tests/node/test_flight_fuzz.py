@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.contract.harness import PATIENCE, wait_until
 from tests.node.raw_flight import PUT, Message, flight_data, messages_of
 from turnlane.events import block_of, iterate_events
-from turnlane.node.flight.errors import FlightLimits
+from turnlane.node.flight.messages import FlightLimits
 from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
 from turnlane.serving.address import LOOPBACK, Address

@@ -22,8 +22,7 @@ from turnlane.client import node_client
 from turnlane.errors import ConfigError, EventTooLarge, TransportDown
 from turnlane.events import block_of
 from turnlane.node.flight import server as flight_plane
-from turnlane.node.flight.commands import MAX_COMMAND, BlockMetadata, parse_command
-from turnlane.node.flight.errors import FlightLimits
+from turnlane.node.flight.messages import MAX_COMMAND, BlockMetadata, FlightLimits, parse_command
 from turnlane.serving.auth import Authority, TokenSettings
 
 QUEUES = {"orders": {"kind": "memory"}}

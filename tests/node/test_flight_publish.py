@@ -23,7 +23,7 @@ from tests.queue_internals import state_of
 from turnlane.events import block_of
 from turnlane.node import event_refs
 from turnlane.node.flight import publish
-from turnlane.node.flight.errors import FlightLimits
+from turnlane.node.flight.messages import FlightLimits
 from turnlane.node.flight.publish import MAX_PAIRS, SequenceMap
 from turnlane.outputs.connections import abort_descriptor
 from turnlane.queues import open_buffered_queue

@@ -20,7 +20,6 @@ from turnlane.ledger import Outcome
 from turnlane.node import commits
 from turnlane.node import lanes as lane_module
 from turnlane.node.commit_record import CommitPlan, SettleRange
-from turnlane.node.commit_recovery import get_queue_id
 from turnlane.node.commits import CommitLocks, Commits, LockSet
 from turnlane.node.flight import actions, read
 from turnlane.node.lanes import MAX_RETIRED_RUNS, LanePlan, Lanes
@@ -296,7 +295,7 @@ def test_an_interrupted_commit_keeps_what_it_said_it_would(serve: Serve) -> None
     first.node.queue("disk").producer(ack="persisted").publish_block(block_of(numbers(10)))
     left = first.node.data / "commits" / f"{1:020}.commit"
     ranges = LanePlan("disk", [(0, 10)]).get_settle_ranges([(2, 4)], [(0, 1)])
-    plan = CommitPlan([], ranges, ids={"disk": get_queue_id(first.node.queue("disk"))})
+    plan = CommitPlan([], ranges, ids={"disk": first.node.queue("disk").stored_id})
     first.close()
     left.write_bytes(plan.to_json())
     again = serve()

@@ -22,7 +22,7 @@ from turnlane.errors import NoSuchLease, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import block_of
 from turnlane.node.flight import read
 from turnlane.node.flight.actions import Caller
-from turnlane.node.flight.commands import ConsumeCommand
+from turnlane.node.flight.messages import ConsumeCommand
 from turnlane.node.flight.server import FlightPlane
 from turnlane.node.leases import Leases
 from turnlane.queues import open_buffered_queue

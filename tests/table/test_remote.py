@@ -33,7 +33,7 @@ from turnlane.delivery.destination import SendReport
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import LeadLost, NoSuchQueue, NotAllowed
 from turnlane.node.breakers import BreakerRequest
-from turnlane.node.flight.errors import FlightLimits
+from turnlane.node.flight.messages import FlightLimits
 from turnlane.node.flight.server import FlightPlane
 from turnlane.service import Service
 from turnlane.serving.address import LOOPBACK, Address

@@ -1,6 +1,6 @@
 """URLs of nodes, such as ``turnlane://host:port,host:port``, and the errors that nodes send.
 
-A node sends the class of an error with it (see ``node/flight/errors.py``), so a client raises the
+A node sends the class of an error with it (see ``node/flight/messages.py``), so a client raises the
 same class.
 """
 

@@ -36,7 +36,7 @@ from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import ParseSettings
 from turnlane.inputs import api as api_inputs
 from turnlane.inputs.api import InputSettings
-from turnlane.node.flight.errors import FlightLimits
+from turnlane.node.flight.messages import FlightLimits
 from turnlane.node.tables import ServedTableSettings
 from turnlane.outputs import api
 from turnlane.outputs.api import OutputSettings

@@ -37,7 +37,7 @@ from turnlane.node.event_refs import (
     decode_references,
     read_referenced_events,
 )
-from turnlane.node.staging import Stage, Staging
+from turnlane.node.staging import Stage, Staging, finish_all
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.producer import BufferedProducer
 from turnlane.retry import Backoff
@@ -169,16 +169,8 @@ def restage_events(part: CommitPart, staging: Staging, queues: Queues) -> list[R
                 stages.append((index, block.schema, stage))
             stages[-1][2].add(block)
             end = index + block.num_rows
-        finished: list[RestagedEvents] = []
-        try:
-            for index, _, stage in stages:
-                finished.append(RestagedEvents(stage.finish(), index, stage.events))
-        except OSError:
-            for each in finished:
-                staging.discard(each.stage)
-            raise
-    staging.claim(each.stage for each in finished)
-    return finished
+        staging.claim(finish_all(stage for _, _, stage in stages))
+    return [RestagedEvents(stage.id, index, stage.events) for index, _, stage in stages]
 
 
 # ── publishing ───────────────────────────────────────────────────────────────────────────────────

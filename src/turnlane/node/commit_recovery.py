@@ -132,7 +132,7 @@ def _is_other_queue(name: str, plan: CommitPlan, queues: Queues) -> bool:
 
     A queue without an id, then or now, counts as the same queue.
     """
-    now = get_queue_id(queues[name]) if name in queues else ""
+    now = queues[name].stored_id if name in queues else ""
     return bool(now and plan.ids.get(name) and plan.ids[name] != now)
 
 
@@ -144,7 +144,7 @@ def _limit_range(each: SettleRange, plan: CommitPlan, queues: Queues) -> SettleR
     if each.queue not in queues:
         return each
     queue = queues[each.queue]
-    if plan.ids.get(each.queue) != get_queue_id(queue):
+    if plan.ids.get(each.queue) != queue.stored_id:
         return None
     left = each._replace(end=min(each.end, queue.end))
     return left if left.first < left.end else None
@@ -167,8 +167,3 @@ def _renumber_parts(
             part = part._replace(sequence=sequence, published=None)  # noqa: PLW2901
         renumbered.append(part)
     return renumbered
-
-
-def get_queue_id(queue: BufferedQueue) -> str:
-    """Return the id of a queue on disk. A queue that is only in memory has no id."""
-    return queue.stored_id

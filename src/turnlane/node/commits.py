@@ -51,7 +51,7 @@ from turnlane.errors import (
     StorageFailed,
 )
 from turnlane.logs import get_logger
-from turnlane.node.commit_apply import NODE_PREFIX, CommitContext, CommitJob, get_next_sequence
+from turnlane.node.commit_apply import CommitContext, CommitJob, get_next_sequence
 from turnlane.node.commit_record import (
     Commit,
     CommitLog,
@@ -63,7 +63,7 @@ from turnlane.node.commit_record import (
     name_publish_lock,
     name_settle_lock,
 )
-from turnlane.node.commit_recovery import find_unfinished_commits, get_queue_id
+from turnlane.node.commit_recovery import find_unfinished_commits
 from turnlane.node.staging import OverflowBuffer, Staging
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.runtime import start_thread
@@ -183,16 +183,6 @@ class CommitLocks:
                 if rival.stuck:
                     raise RetryLater(rival.stuck)
             self._changed.wait()
-
-
-def check_client_producer_id(producer_id: str) -> str:
-    """Return a client's producer id. Raises ``ValueError`` if it is reserved for the node."""
-    if producer_id.startswith(NODE_PREFIX):
-        raise ValueError(
-            f"producer ids that begin with {NODE_PREFIX!r} are reserved for the node: "
-            f"{producer_id!r}"
-        )
-    return producer_id
 
 
 class Commits:
@@ -338,7 +328,7 @@ class Commits:
         try:
             queues = self._find_open_queues(commit)
             parts = self._plan_parts(commit, queues)
-            ids = {name: get_queue_id(queue) for name, queue in queues.items()}
+            ids = {name: queue.stored_id for name, queue in queues.items()}
             plan = CommitPlan(parts, commit.ranges, commit.writer, commit.epoch, ids)
             if plan.is_empty:
                 return plan, None
@@ -373,7 +363,7 @@ class Commits:
             queue.check_columns(contents.schema)
             if contents.source is not None:
                 source = queues.setdefault(contents.source, self._queue(contents.source))
-                if get_queue_id(source) != contents.source_id:
+                if source.stored_id != contents.source_id:
                     raise NoSuchStage(
                         f"stage {stage!r} refers to events of queue {contents.source!r}, which was "
                         "dropped"

@@ -48,7 +48,7 @@ class LanePlan(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Lane:
+class _LaneRun:
     run: str
     planned: LanePlan
     retired: deque[str]
@@ -61,7 +61,7 @@ class Lanes:
     """The lanes of a node, in memory only: after a restart a lane begins at its cursor."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, _LaneRun] = {}
         """The longest inactive lane first."""
         self._lock = threading.Lock()
 
@@ -73,7 +73,7 @@ class Lanes:
             retired = deque[str](maxlen=MAX_RETIRED_RUNS) if known is None else known.retired
             if known is not None and known.run != run:
                 retired.append(known.run)
-            self._lanes[lane] = _Lane(run, planned, retired)
+            self._lanes[lane] = _LaneRun(run, planned, retired)
             if len(self._lanes) > MAX_LANES:
                 del self._lanes[next(iter(self._lanes))]
 

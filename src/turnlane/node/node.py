@@ -37,10 +37,13 @@ from turnlane.events import BASE_SCHEMA
 from turnlane.logs import get_logger
 from turnlane.memory import release_free_memory
 from turnlane.node.breakers import Breakers
-from turnlane.node.commit_recovery import get_queue_id
 from turnlane.node.commits import Commits
-from turnlane.node.copy import CopyByReference, CopyByValue, QueueCopy
-from turnlane.node.event_refs import can_stage_references
+from turnlane.node.event_refs import (
+    CopyByReference,
+    CopyByValue,
+    QueueCopy,
+    can_stage_references,
+)
 from turnlane.node.lanes import Lanes
 from turnlane.node.leases import Leases
 from turnlane.node.staging import Stage, StageContents, Staging
@@ -375,7 +378,7 @@ class Node(Closeable):
             if name in self._configured:
                 raise ConfigError("queues", f"{name!r} is in the configuration: remove it there")
             del self._queues[name]
-            if queue_id := get_queue_id(queue):
+            if queue_id := queue.stored_id:
                 self._dropped.ids[name] = queue_id
             try:
                 self._write_registry()
@@ -407,15 +410,14 @@ class Node(Closeable):
 
         Raises ``NoSuchQueue``.
         """
-        abort = self.commits.abort
         if all(can_stage_references(source, self.queue(name)) for name in into):
-            return CopyByReference(source, into, self._begin_reference_stage, abort)
-        return CopyByValue(source, into, self.stage, abort)
+            return CopyByReference(source, into, self._begin_reference_stage)
+        return CopyByValue(source, into, self.stage)
 
     def _begin_reference_stage(self, name: str, source: BufferedQueue) -> Stage:
         self.queue(name).check_columns(BASE_SCHEMA)
         contents = StageContents(
-            name, BASE_SCHEMA, 0, 0, source=source.name, source_id=get_queue_id(source)
+            name, BASE_SCHEMA, 0, 0, source=source.name, source_id=source.stored_id
         )
         return self.staging.begin(contents)
 

@@ -25,7 +25,6 @@ from turnlane.errors import NoSuchStage, QueueFull, StorageFailed, TurnlaneError
 from turnlane.events import Block
 from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
-from turnlane.node.event_refs import EVENT_REF_SCHEMA
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.runtime import Closeable
 from turnlane.storage.disk_io import Disk
@@ -35,6 +34,11 @@ log = get_logger(__name__)
 STAGE_SUFFIX: Final = ".stage"
 KEPT_SUFFIX: Final = ".kept"
 """The suffix of stages that a person has to look at: the node never deletes them."""
+
+_EVENT_REF_FIELDS: list[tuple[str, pa.DataType]] = [("first", pa.int64()), ("bits", pa.binary())]
+EVENT_REF_SCHEMA: Final = pa.schema(_EVENT_REF_FIELDS)
+"""The schema of a stage that holds only references to events, see ``event_refs.py``. Each row is a
+stretch of offsets: one bit for each offset from ``first`` on."""
 
 BlockCheck = Callable[[Block], Block]
 """Returns a block in the form that its queue takes; raises the permanent errors of the queue."""
@@ -159,7 +163,25 @@ class Stage(Closeable):
         """Close the file, and delete the stage if it is not finished."""
         self._close_file()
         if not self._finished:
-            self._staging.discard(self.id)
+            self.discard()
+
+    def discard(self) -> None:
+        """Delete the stage, also if it is finished."""
+        self._staging.discard(self.id)
+
+
+def finish_all(stages: Iterable[Stage]) -> list[str]:
+    """Sync all stages, or none; return their ids for the commit. Raises ``OSError``."""
+    finished: list[Stage] = []
+    try:
+        for stage in stages:
+            stage.finish()
+            finished.append(stage)
+    except OSError:
+        for stage in finished:
+            stage.discard()
+        raise
+    return [stage.id for stage in finished]
 
 
 class Staging:

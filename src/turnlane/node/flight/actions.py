@@ -16,7 +16,7 @@ from turnlane.logs import get_logger
 from turnlane.node.breakers import BreakerRequest
 from turnlane.node.commit_record import Commit, SettleRange
 from turnlane.node.commits import get_free_capacity
-from turnlane.node.flight.commands import (
+from turnlane.node.flight.messages import (
     AbortCommand,
     BreakerCommand,
     BreakersCommand,
@@ -323,16 +323,7 @@ class Actions:
         known = self._node.breakers.all().get(command.action)
         if known is not None:
             caller.check(Right.READ, known.queue)
-        return BreakerRequest(
-            command.action,
-            command.queue,
-            command.task,
-            command.settings,
-            command.preparing,
-            command.sending,
-            command.probe,
-            command.workers,
-        )
+        return BreakerRequest(*(getattr(command, name) for name in BreakerRequest._fields))
 
     def breakers(self, command: BreakersCommand, caller: Caller) -> Answer:
         """Return the breakers of the actions whose queues the caller may read."""

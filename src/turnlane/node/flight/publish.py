@@ -26,7 +26,7 @@ from pyarrow import flight
 from turnlane.errors import EventTooLarge, NotAllowed, QueueClosed, QueueFull, TransportDown
 from turnlane.events import Block
 from turnlane.logs import get_logger
-from turnlane.node.flight.commands import BlockMetadata, PublishCommand, parse_command
+from turnlane.node.flight.messages import BlockMetadata, PublishCommand, parse_command
 from turnlane.queues.acks import AckWaiter
 from turnlane.queues.api import AckLevel, NodeProgress
 from turnlane.queues.buffered import BufferedQueue

@@ -24,14 +24,14 @@ from turnlane.events import BASE_SCHEMA, Block, conform_block, join_consecutive
 from turnlane.formats.syslog import priorities
 from turnlane.logs import get_logger
 from turnlane.node.event_refs import READ_EVENTS, read_range
-from turnlane.node.flight.commands import (
+from turnlane.node.flight.messages import (
     ConsumeCommand,
     ReadCommand,
     ReceiveCommand,
     SettleCommand,
     parse_command,
+    translate_errors,
 )
-from turnlane.node.flight.errors import translate_errors
 from turnlane.node.leases import BatchLease, Leases
 from turnlane.node.tables import Tables, TableStream
 from turnlane.queues.buffered import BufferedQueue

@@ -27,18 +27,19 @@ from turnlane.errors import ConfigError, StorageFailed, TransportDown
 from turnlane.events import Block
 from turnlane.logs import get_logger
 from turnlane.node.flight.actions import ACTIONS, Actions, Caller
-from turnlane.node.flight.commands import (
+from turnlane.node.flight.messages import (
     Command,
     ConsumeCommand,
     CopyCommand,
+    FlightLimits,
     PublishCommand,
     ReadCommand,
     ReceiveCommand,
     StageCommand,
     parse_command,
     parse_one_of,
+    translate_errors,
 )
-from turnlane.node.flight.errors import FlightLimits, translate_errors
 from turnlane.node.flight.publish import (
     Chunks,
     Peer,
@@ -100,7 +101,7 @@ class CallLimiter(flight.ServerMiddlewareFactory):
         self.running = 0
         self._authority = authority
         self._most = limits.max_calls
-        self._memory = limits.memory()
+        self._memory = limits.get_max_memory()
         self._lock = threading.Lock()
 
     def start_call(self, info: flight.CallInfo, headers: Headers) -> FlightCall:

@@ -28,7 +28,7 @@ from turnlane.errors import (
     TransportDown,
 )
 from turnlane.events import Block
-from turnlane.node.flight.commands import check_producer_id
+from turnlane.node.flight.messages import check_producer_id
 from turnlane.node.http.events import (
     STRICT,
     NewEvent,

@@ -386,7 +386,7 @@ class RequestContext:
             self.authority.check(bearer, rights[0], name)
 
 
-class _Names(NamedTuple):
+class _ParameterNames(NamedTuple):
     """The parameters of a model: those in the query, and the headers with their fields."""
 
     query: tuple[str, ...]
@@ -394,7 +394,7 @@ class _Names(NamedTuple):
 
 
 @functools.cache
-def _list_names(model: type[BaseModel]) -> _Names:
+def _list_names(model: type[BaseModel]) -> _ParameterNames:
     headers = {
         mark.name: name
         for name, field in model.model_fields.items()
@@ -402,7 +402,7 @@ def _list_names(model: type[BaseModel]) -> _Names:
         if isinstance(mark, Header)
     }
     query = tuple(name for name in model.model_fields if name not in headers.values())
-    return _Names(query, headers)
+    return _ParameterNames(query, headers)
 
 
 @functools.cache
