@@ -107,9 +107,7 @@ class ActionBreaker:
         """Return the present work of the live tasks."""
         alive = self.get_live_tasks(time.monotonic()).values()
         return TaskActivity(
-            len(alive),
-            sum(task.preparing for task in alive),
-            sum(task.sending for task in alive),
+            len(alive), sum(task.preparing for task in alive), sum(task.sending for task in alive)
         )
 
     def get_live_tasks(self, now: float) -> dict[str, _Task]:

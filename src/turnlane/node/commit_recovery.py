@@ -89,10 +89,7 @@ def _create_job(plan: CommitPlan, path: Path, context: CommitContext) -> CommitJ
             return CommitJob(left, context.log.mark_active(path), queues, context)
     except (OSError, ValueError, RetryLater) as error:
         log.error(  # noqa: TRY400 - the traceback says nothing more
-            "commit.resume_failed",
-            record=path,
-            error=error,
-            hint="the next start tries it again",
+            "commit.resume_failed", record=path, error=error, hint="the next start tries it again"
         )
         return None
     return CommitJob(left, path, queues, context, is_changed=left != plan)

@@ -1,15 +1,16 @@
 """The metrics of a node for Prometheus, under the prefix ``turnlane_``.
 
 This module counts nothing. A scrape reads the numbers that queues, leases, commits, breakers,
-inputs and table managers keep for themselves.
+inputs and table managers keep for themselves. Tables map the name of a metric to its help text and
+to the function that reads its value from an object; ``None`` means that there is no value.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -44,49 +45,46 @@ DEPTH_CACHE_SECONDS: Final = 15.0
 TABLE_LABELS: Final = ("queue", "shard")
 
 Some = TypeVar("Some")
-
-Family = GaugeMetricFamily | CounterMetricFamily
-
-
-class MetricRow(NamedTuple, Generic[Some]):
-    """A metric, and the function that reads its value from an object; ``None``: no value."""
-
-    name: str
-    help: str
-    value: Callable[[Some], float | None]
+MetricTable = Mapping[str, tuple[str, Callable[[Some], float | None]]]
+LabelledValues = Iterable[tuple[Sequence[str], float | None]]
 
 
-def create_gauge(name: str, words: str, *labels: str) -> GaugeMetricFamily:
-    """Return a gauge without values."""
-    return GaugeMetricFamily(f"turnlane_{name}", words, labels=labels)
+def build_metric(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    words: str,
+    labels: Sequence[str],
+    values: LabelledValues,
+) -> Metric:
+    """Return a metric with its values, each with the values of its labels."""
+    metric = kind(f"turnlane_{name}", words, labels=labels)
+    for label_values, value in values:
+        if value is not None:
+            metric.add_metric(label_values, value)
+    return metric
 
 
-def create_counter(name: str, words: str, *labels: str) -> CounterMetricFamily:
-    """Return a counter without values."""
-    return CounterMetricFamily(f"turnlane_{name}", words, labels=labels)
+def build_gauge(name: str, words: str, labels: Sequence[str], values: LabelledValues) -> Metric:
+    """Return a gauge with its values."""
+    return build_metric(GaugeMetricFamily, name, words, labels, values)
+
+
+def build_counter(name: str, words: str, labels: Sequence[str], values: LabelledValues) -> Metric:
+    """Return a counter with its values."""
+    return build_metric(CounterMetricFamily, name, words, labels, values)
 
 
 def build_metrics(
-    gauges: Iterable[MetricRow[Some]],
-    counters: Iterable[MetricRow[Some]],
+    gauges: MetricTable[Some],
+    counters: MetricTable[Some],
     labels: Sequence[str],
-    seen: Sequence[tuple[Sequence[str], Some]],
+    objects: Sequence[tuple[Sequence[str], Some]],
 ) -> Iterator[Metric]:
-    """Yield the metrics of rows, with one value for each object in ``seen`` and its labels."""
-    for row in gauges:
-        yield _add_values(create_gauge(row.name, row.help, *labels), row, seen)
-    for row in counters:
-        yield _add_values(create_counter(row.name, row.help, *labels), row, seen)
-
-
-def _add_values(
-    metric: Family, row: MetricRow[Some], seen: Sequence[tuple[Sequence[str], Some]]
-) -> Metric:
-    for labels, each in seen:
-        value = row.value(each)
-        if value is not None:
-            metric.add_metric(labels, value)
-    return metric
+    """Yield the metrics of two tables, with one value for each object and its label values."""
+    for kind, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, (words, read) in table.items():
+            values = [(label_values, read(each)) for label_values, each in objects]
+            yield build_metric(kind, name, words, labels, values)
 
 
 def merge_metrics(metrics: Iterable[Metric]) -> list[Metric]:
@@ -108,7 +106,6 @@ def merge_metrics(metrics: Iterable[Metric]) -> list[Metric]:
 class _ActionSnapshot(NamedTuple):
     """The state of an action at one moment, as its tasks have reported it."""
 
-    action: str
     breaker: ActionBreaker
     status: DestinationStatus
     activity: TaskActivity
@@ -117,82 +114,67 @@ class _ActionSnapshot(NamedTuple):
         return self.status.totals.get(name, 0)
 
 
-_ACTION_METRICS_GAUGES: Final[tuple[MetricRow[_ActionSnapshot], ...]] = (
-    MetricRow(
-        "queue_workers_active", "Tasks that deliver at this moment.", lambda s: s.activity.tasks
-    ),
-    MetricRow("queue_preparers_active", "Blocks being prepared.", lambda s: s.activity.preparing),
-    MetricRow("queue_senders_active", "Threads that are sending.", lambda s: s.activity.sending),
-    MetricRow("queue_sends_inflight", "Sends under way.", lambda s: s.activity.sending),
-    MetricRow(
-        "queue_export_latency_ewma_seconds",
-        "How long a send takes of late.",
+_ACTION_GAUGES: Final[MetricTable[_ActionSnapshot]] = {
+    "queue_workers_active": ("Tasks that deliver now.", lambda s: s.activity.tasks),
+    "queue_preparers_active": ("Blocks being prepared.", lambda s: s.activity.preparing),
+    "queue_senders_active": ("Threads that are sending.", lambda s: s.activity.sending),
+    "queue_sends_inflight": ("Sends in progress.", lambda s: s.activity.sending),
+    "queue_export_latency_ewma_seconds": (
+        "Average duration of the recent sends.",
         lambda s: s.status.latency,
     ),
-    MetricRow(
-        "queue_backoff_seconds", "For how long nothing is to be sent.", lambda s: s.status.wait
-    ),
-)
-_ACTION_METRICS_COUNTERS: Final[tuple[MetricRow[_ActionSnapshot], ...]] = (
+    "queue_backoff_seconds": ("Seconds until the next send may begin.", lambda s: s.status.wait),
+}
+_ACTION_COUNTERS: Final[MetricTable[_ActionSnapshot]] = {
     # It rarely changes, and Prometheus clients accept this name only for a counter.
-    MetricRow(
-        "queue_workers",
-        "Tasks that the lane may have at a time.",
+    "queue_workers": (
+        "Tasks that the lane may run at a time.",
         lambda s: s.breaker.workers or s.breaker.most_tasks,
     ),
-    MetricRow("circuit_breaker_open", "Times the breaker has opened.", lambda s: s.status.opened),
-    MetricRow(
-        "circuit_breaker_rejected", "Permits that were refused.", lambda s: s.status.rejected
-    ),
-    MetricRow("queue_retry", "Sends of what had been sent before.", lambda s: s.total("retries")),
-    MetricRow(
-        "queue_retry_success", "Sends again that went well.", lambda s: s.total("retry_successes")
-    ),
-    MetricRow("action_sends", "Sends.", lambda s: s.total("sends")),
-    MetricRow("action_send_failures", "Sends that failed.", lambda s: s.total("failures")),
-    MetricRow("action_delivered_events", "Events delivered.", lambda s: s.total("delivered")),
-    MetricRow("action_dead_events", "Events that became dead letters.", lambda s: s.total("dead")),
-    MetricRow(
-        "action_rejected_records",
-        "Records inside of delivered events that the destination refused for good.",
+    "circuit_breaker_open": ("Times the breaker has opened.", lambda s: s.status.opened),
+    "circuit_breaker_rejected": ("Permits that were refused.", lambda s: s.status.rejected),
+    "queue_retry": ("Sends of events that were sent before.", lambda s: s.total("retries")),
+    "queue_retry_success": ("Retries that succeeded.", lambda s: s.total("retry_successes")),
+    "action_sends": ("Sends.", lambda s: s.total("sends")),
+    "action_send_failures": ("Sends that failed.", lambda s: s.total("failures")),
+    "action_delivered_events": ("Events delivered.", lambda s: s.total("delivered")),
+    "action_dead_events": ("Events that became dead letters.", lambda s: s.total("dead")),
+    "action_rejected_records": (
+        "Records of delivered events that the destination refused permanently.",
         lambda s: s.total("rejected"),
     ),
-    MetricRow("action_kept_events", "Events left for another time.", lambda s: s.total("kept")),
-)
+    "action_kept_events": ("Events kept for a later batch.", lambda s: s.total("kept")),
+}
 
 
 def collect_action_metrics(breakers: Breakers) -> Iterator[Metric]:
     """Yield the present metrics of all actions."""
-    seen = [
-        _ActionSnapshot(action, breaker, breaker.gate.get_status(), breaker.activity())
+    found = {
+        action: _ActionSnapshot(breaker, breaker.gate.get_status(), breaker.activity())
         for action, breaker in breakers.all().items()
-    ]
-    yield from build_metrics(
-        _ACTION_METRICS_GAUGES,
-        _ACTION_METRICS_COUNTERS,
-        ["action"],
-        [([each.action], each) for each in seen],
+    }
+    objects = [([action], each) for action, each in found.items()]
+    yield from build_metrics(_ACTION_GAUGES, _ACTION_COUNTERS, ["action"], objects)
+    yield build_gauge(
+        "circuit_breaker_state",
+        "1 for the present state of the breaker.",
+        ["action", "state"],
+        [
+            ([action, state], float(each.status.state is state))
+            for action, each in found.items()
+            for state in BreakerState
+        ],
     )
-    yield _states(seen)
-    yield _retry_failures(seen)
-
-
-def _states(seen: list[_ActionSnapshot]) -> Metric:
-    words = "1 for the state that the breaker is in."
-    metric = create_gauge("circuit_breaker_state", words, "action", "state")
-    for each in seen:
-        for state in BreakerState:
-            metric.add_metric([each.action, state], float(each.status.state is state))
-    return metric
-
-
-def _retry_failures(seen: list[_ActionSnapshot]) -> Metric:
-    words = "Sends again that failed, by what went wrong."
-    metric = create_counter("queue_retry_failure", words, "action", "error_type")
-    for each in seen:
-        for error, count in each.status.retry_failures.items():
-            metric.add_metric([each.action, error], count)
-    return metric
+    yield build_counter(
+        "queue_retry_failure",
+        "Retries that failed, by the kind of error.",
+        ["action", "error_type"],
+        [
+            ([action, error], count)
+            for action, each in found.items()
+            for error, count in each.status.retry_failures.items()
+        ],
+    )
 
 
 # ── queues, commits and inputs ───────────────────────────────────────────────────────────────────
@@ -210,106 +192,94 @@ class InputCounters(Protocol):
 
 
 class LabelledSettings(Protocol):
-    """Settings with a label."""
+    """The settings of an input, as far as its metrics need them."""
 
     @property
-    def label(self) -> str:
-        """The label of the input."""
+    def label(self) -> str: ...
 
 
 class CountedInput(Protocol):
     """The parts of an input that its metrics need."""
 
     @property
-    def settings(self) -> LabelledSettings:
-        """The settings, which have the label."""
-
+    def settings(self) -> LabelledSettings: ...
     @property
-    def counters(self) -> InputCounters:
-        """The counters."""
+    def counters(self) -> InputCounters: ...
 
 
-_GAUGES: Final[tuple[MetricRow[Stats], ...]] = (
-    MetricRow("queue_size", "Events that count against the queue's bound.", lambda s: s.size),
-    MetricRow("queue_bytes", "Bytes that count against the queue's bound.", lambda s: s.bytes),
-    MetricRow("queue_max_size", "The most events the queue holds.", lambda s: s.max_size),
-    MetricRow("queue_max_bytes", "The most bytes the queue holds.", lambda s: s.max_bytes),
-    MetricRow(
-        "queue_utilization_ratio",
-        "How full the queue is, 0 to 1, by whichever bound is nearer.",
+_QUEUE_GAUGES: Final[MetricTable[Stats]] = {
+    "queue_size": ("Events that count against the limit of the queue.", lambda s: s.size),
+    "queue_bytes": ("Bytes that count against the limit of the queue.", lambda s: s.bytes),
+    "queue_max_size": ("The most events that the queue holds.", lambda s: s.max_size),
+    "queue_max_bytes": ("The most bytes that the queue holds.", lambda s: s.max_bytes),
+    "queue_utilization_ratio": (
+        "How full the queue is, 0 to 1, by the limit that is nearer.",
         lambda s: s.utilization,
     ),
-    MetricRow(
-        "queue_disk_available_bytes",
-        "What the queue's file system still has free.",
+    "queue_disk_available_bytes": (
+        "Free bytes of the file system of the queue.",
         lambda s: s.disk_available_bytes,
     ),
-    MetricRow(
-        "queue_pending_events",
-        "Events waiting, or handed out and not yet settled.",
-        lambda s: s.ledger.pending,
-    ),
-    MetricRow(
-        "queue_in_flight_events",
-        "Events handed out and not yet settled.",
-        lambda s: s.in_flight,
-    ),
-    MetricRow(
-        "queue_blocked_publishers",
+    "queue_pending_events": ("Events that are not settled.", lambda s: s.ledger.pending),
+    "queue_in_flight_events": ("Events read and not settled.", lambda s: s.in_flight),
+    "queue_blocked_publishers": (
         "Publishers that wait for room, or above a delay mark.",
         lambda s: s.blocked_publishers,
     ),
-    MetricRow(
-        "fastqueue_inmemory_blocks",
-        "Blocks held in memory and not handed out.",
-        lambda s: s.memory_blocks,
-    ),
-    MetricRow("fastqueue_disk_bytes", "Bytes of chunk files.", lambda s: s.disk_bytes),
-)
-
-_COUNTERS: Final[tuple[MetricRow[Stats], ...]] = (
-    MetricRow("queue_push", "Publish calls that put something into the queue.", lambda s: s.pushes),
-    MetricRow(
-        "queue_accepted_events",
-        "Events taken off a publisher's hands since the queue was created.",
+    "fastqueue_inmemory_blocks": ("Unread blocks in memory.", lambda s: s.memory_blocks),
+    "fastqueue_disk_bytes": ("Bytes of chunk files.", lambda s: s.disk_bytes),
+}
+_QUEUE_COUNTERS: Final[MetricTable[Stats]] = {
+    "queue_push": ("Publish calls that put something into the queue.", lambda s: s.pushes),
+    "queue_accepted_events": (
+        "Events accepted since the queue was created.",
         lambda s: s.ledger.accepted,
     ),
-    MetricRow(
-        "queue_delivered_events",
+    "queue_delivered_events": (
         "Events settled as delivered since the queue was created.",
         lambda s: s.ledger.delivered,
     ),
-    MetricRow(
-        "queue_dead_events",
+    "queue_dead_events": (
         "Events settled as undeliverable since the queue was created.",
         lambda s: s.ledger.dead,
     ),
-    MetricRow(
-        "queue_retry",
-        "By queue: batches given back to be read again. By action: sends of what was sent before.",
+    "queue_retry": (
+        "By queue: batches released to be read again. By action: sends of events sent before.",
         lambda s: s.releases,
     ),
-    MetricRow("queue_full", "Times a publisher found the queue full.", lambda s: s.full_waits),
-    MetricRow("queue_disk_full", "Times a write found no space.", lambda s: s.disk_full),
-    MetricRow("queue_disk_errors", "Other failures to write or sync.", lambda s: s.disk_errors),
-    MetricRow("fastqueue_sync", "Syncs of chunk files.", lambda s: s.syncs),
-    MetricRow("fastqueue_meta_sync", "Syncs of the journal.", lambda s: s.meta_syncs),
-    MetricRow("fastqueue_chunk_rotations", "Chunk files begun.", lambda s: s.rotations),
-    MetricRow(
-        "fastqueue_inmemory_flushes",
-        "Times blocks went from memory to the disk.",
-        lambda s: s.flushes,
-    ),
-    MetricRow("fastqueue_quarantined", "Unreadable pieces set aside.", lambda s: s.quarantined),
-)
+    "queue_full": ("Times a publisher found the queue full.", lambda s: s.full_waits),
+    "queue_disk_full": ("Times a write found no space.", lambda s: s.disk_full),
+    "queue_disk_errors": ("Other failures to write or sync.", lambda s: s.disk_errors),
+    "fastqueue_sync": ("Syncs of chunk files.", lambda s: s.syncs),
+    "fastqueue_meta_sync": ("Syncs of the journal.", lambda s: s.meta_syncs),
+    "fastqueue_chunk_rotations": ("Chunk files begun.", lambda s: s.rotations),
+    "fastqueue_inmemory_flushes": ("Writes of blocks from memory to disk.", lambda s: s.flushes),
+    "fastqueue_quarantined": ("Unreadable pieces set aside.", lambda s: s.quarantined),
+}
 
-_INPUT_COUNTERS: Final = (
-    ("events", "Events taken into a queue."),
-    ("bytes", "Bytes received."),
-    ("refused", "Requests or connections that were told to come back later."),
-    ("invalid", "Requests or messages that made no sense."),
-    ("dropped", "Events lost for want of room."),
-)
+_NODE_GAUGES: Final[MetricTable[Node]] = {
+    "leases_active": ("Batches that remote consumers hold.", lambda n: len(n.leases)),
+    "dead_letters_waiting": (
+        "Dead letters in memory, because their queue is full.",
+        lambda n: sum(n.commits.overflow.events().values()),
+    ),
+}
+_NODE_COUNTERS: Final[MetricTable[Node]] = {
+    "leases_expired": ("Leases that have expired.", lambda n: n.leases.expired),
+    "commits": ("Commits applied.", lambda n: n.commits.total),
+    "commits_repeated": ("Repeats of commits.", lambda n: n.commits.repeated),
+}
+
+_INPUT_GAUGES: Final[MetricTable[Counter[str]]] = {
+    "input_connections": ("Open connections.", lambda c: c["connections"]),
+}
+_INPUT_COUNTERS: Final[MetricTable[Counter[str]]] = {
+    "input_events": ("Events published to a queue.", lambda c: c["events"]),
+    "input_bytes": ("Bytes received.", lambda c: c["bytes"]),
+    "input_refused": ("Requests or connections to repeat later.", lambda c: c["refused"]),
+    "input_invalid": ("Invalid requests or messages.", lambda c: c["invalid"]),
+    "input_dropped": ("Events lost because there was no room.", lambda c: c["dropped"]),
+}
 
 
 class NodeCollector(Collector):
@@ -319,117 +289,83 @@ class NodeCollector(Collector):
         self._node = node
         self._inputs = inputs
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield the present metrics."""
-        yield from merge_metrics([*self._of_queues(), *collect_action_metrics(self._node.breakers)])
-        yield from self._of_node()
-        yield from self._of_inputs()
-
     def describe(self) -> Iterable[Metric]:
         """Return nothing: the metrics depend on the queues, and no other collector has them."""
         return ()
 
-    def _of_queues(self) -> Iterator[Metric]:
-        queues = sorted(self._node.queues().items())
-        stats = [queue.stats() for _, queue in queues]
-        yield from build_metrics(
-            _GAUGES, _COUNTERS, ["queue"], [([each.name], each) for each in stats]
-        )
-        dropped = create_counter("queue_dropped", "Events dropped, by reason.", "queue", "reason")
-        for each in stats:
-            for reason in DROP_REASONS:
-                dropped.add_metric([each.name, reason], each.ledger.dropped.get(reason, 0))
-        yield dropped
-        failing = create_gauge(
-            "queue_disk_failing", "1 if the last write to disk has failed.", "queue"
-        )
-        for name, queue in queues:
-            if queue.stored_id:
-                failing.add_metric([name], float(bool(queue.storage_failure)))
-        yield failing
-
-    def _of_node(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
+        """Yield the present metrics."""
         node = self._node
-        for metric, value in (
-            (
-                create_gauge("leases_active", "Batches in the hands of remote consumers."),
-                len(node.leases),
-            ),
-            (create_counter("leases_expired", "Leases that ran out."), node.leases.expired),
-            (create_counter("commits", "Commits carried out."), node.commits.total),
-            (
-                create_gauge(
-                    "dead_letters_waiting", "Dead letters in memory: their queue is full."
-                ),
-                sum(node.commits.overflow.events().values()),
-            ),
-            (
-                create_counter("commits_repeated", "Commits that had been carried out before."),
-                node.commits.repeated,
-            ),
-        ):
-            metric.add_metric([], value)
-            yield metric
-        words = "Dead letters that memory could not keep either: the oldest of those that waited."
-        dropped = create_counter("dead_letters_dropped", words, "queue")
-        for name, events in sorted(node.commits.overflow.dropped.items()):
-            dropped.add_metric([name], events)
-        yield dropped
-
-    def _of_inputs(self) -> Iterator[Metric]:
-        for field, words in _INPUT_COUNTERS:
-            yield self._by_input(create_counter(f"input_{field}", words, "input"), field)
-        connections = create_gauge("input_connections", "Connections open at this moment.", "input")
-        yield self._by_input(connections, "connections")
-
-    def _by_input(self, metric: Family, field: str) -> Metric:
+        yield from merge_metrics(
+            [*self._collect_queue_metrics(), *collect_action_metrics(node.breakers)]
+        )
+        yield from build_metrics(_NODE_GAUGES, _NODE_COUNTERS, [], [([], node)])
+        yield build_counter(
+            "dead_letters_dropped",
+            "Dead letters dropped, the oldest first, because memory was full too.",
+            ["queue"],
+            [([name], count) for name, count in sorted(node.commits.overflow.dropped.items())],
+        )
         # Several inputs may have the same label, but a series may exist only once.
-        totals = Counter[str]()
+        totals: dict[str, Counter[str]] = {}
         for each in self._inputs:
-            totals[each.settings.label] += getattr(each.counters, field)
-        for label, total in totals.items():
-            metric.add_metric([label], total)
-        return metric
+            total = totals.setdefault(each.settings.label, Counter())
+            for name in InputCounters.__annotations__:
+                total[name] += getattr(each.counters, name)
+        inputs = [([label], total) for label, total in totals.items()]
+        yield from build_metrics(_INPUT_GAUGES, _INPUT_COUNTERS, ["input"], inputs)
+
+    def _collect_queue_metrics(self) -> Iterator[Metric]:
+        queues = [queue for _, queue in sorted(self._node.queues().items())]
+        stats = [([queue.name], queue.stats()) for queue in queues]
+        yield from build_metrics(_QUEUE_GAUGES, _QUEUE_COUNTERS, ["queue"], stats)
+        yield build_counter(
+            "queue_dropped",
+            "Events dropped, by reason.",
+            ["queue", "reason"],
+            [
+                ([each.name, reason], each.ledger.dropped.get(reason, 0))
+                for _, each in stats
+                for reason in DROP_REASONS
+            ],
+        )
+        yield build_gauge(
+            "queue_disk_failing",
+            "1 if the last write to disk has failed.",
+            ["queue"],
+            [
+                ([queue.name], float(bool(queue.storage_failure)))
+                for queue in queues
+                if queue.stored_id
+            ],
+        )
 
 
 # ── queue tables ─────────────────────────────────────────────────────────────────────────────────
 
-_TABLE_METRICS_GAUGES: Final[tuple[MetricRow[Manager], ...]] = (
-    MetricRow("table_leading", "1 if this node leads the shard.", lambda m: float(m.can_fire)),
-    MetricRow("table_window_events", "Events that wait in memory.", lambda m: m.waiting),
-    MetricRow(
-        "table_in_flight_events", "Events that are fired and not settled.", lambda m: m.in_flight
-    ),
-    MetricRow(
-        "table_window_fill_ratio",
+_TABLE_GAUGES: Final[MetricTable[Manager]] = {
+    "table_leading": ("1 if this node leads the shard.", lambda m: float(m.can_fire)),
+    "table_window_events": ("Events that wait in memory.", lambda m: m.waiting),
+    "table_in_flight_events": ("Events fired and not settled.", lambda m: m.in_flight),
+    "table_window_fill_ratio": (
         "How full the window is, 0 to 1.",
         lambda m: m.waiting / m.store.definition.settings.window_events,
     ),
-    MetricRow(
-        "table_receivers", "Receivers of this node, in process or elsewhere.", lambda m: m.receivers
-    ),
-)
-
-_TABLE_METRICS_COUNTERS: Final[tuple[MetricRow[Manager], ...]] = (
-    MetricRow("table_fired", "Events given to receivers.", lambda m: m.counts.fired),
-    MetricRow("table_acked", "Events settled.", lambda m: m.counts.acked),
-    MetricRow("table_retried", "Events fired again: nacked, or late.", lambda m: m.counts.retried),
-    MetricRow("table_dead", "Events that had all their attempts.", lambda m: m.counts.dead),
-    MetricRow(
-        "table_unreadable",
-        "Rows set aside as dead letters because they cannot be read.",
-        lambda m: m.store.unreadable,
-    ),
-    MetricRow("table_lost_acks", "Acks taken and not stored.", lambda m: m.lost_acks),
-    MetricRow(
-        "table_lost_leads", "Times another manager took the lead.", lambda m: m.counts.lost_leads
-    ),
-)
-
-_LAGS: Final[tuple[tuple[str, str, Callable[[Manager], LagTotal]], ...]] = (
-    ("fire_lag_seconds", "From due to fired.", lambda m: m.counts.fire_lag),
-    ("ack_lag_seconds", "From due to acked.", lambda m: m.counts.ack_lag),
-)
+    "table_receivers": ("Receivers of this node, local and remote.", lambda m: m.receivers),
+}
+_TABLE_COUNTERS: Final[MetricTable[Manager]] = {
+    "table_fired": ("Events given to receivers.", lambda m: m.counts.fired),
+    "table_acked": ("Events settled.", lambda m: m.counts.acked),
+    "table_retried": ("Events fired again: nacked, or late.", lambda m: m.counts.retried),
+    "table_dead": ("Events that had all their attempts.", lambda m: m.counts.dead),
+    "table_unreadable": ("Unreadable rows, now dead letters.", lambda m: m.store.unreadable),
+    "table_lost_acks": ("Acks received and not stored.", lambda m: m.lost_acks),
+    "table_lost_leads": ("Times another manager took the lead.", lambda m: m.counts.lost_leads),
+}
+_TABLE_LAGS: Final[Mapping[str, tuple[str, Callable[[Manager], LagTotal]]]] = {
+    "table_fire_lag_seconds": ("From due to fired.", lambda m: m.counts.fire_lag),
+    "table_ack_lag_seconds": ("From due to acked.", lambda m: m.counts.ack_lag),
+}
 
 
 class TableCollector(Collector):
@@ -451,22 +387,31 @@ class TableCollector(Collector):
             if table.is_open
             for shard, manager in table.queue.managers().items()
         ]
-        depth = create_gauge(
-            "table_events", "Events in the table, by state.", *TABLE_LABELS, "state"
+        yield build_gauge(
+            "table_events",
+            "Events in the table, by state.",
+            [*TABLE_LABELS, "state"],
+            [
+                ([*labels, state], count)
+                for labels, queue, _ in found
+                for state, count in self._get_depth(labels, queue).items()
+            ],
         )
-        for labels, queue, _ in found:
-            for state, count in self._depth(labels, queue).items():
-                depth.add_metric([*labels, state], count)
-        yield depth
-        yield from _of_managers([(labels, manager) for labels, _, manager in found])
-        streams = create_gauge("table_streams", "Receivers elsewhere.")
-        streams.add_metric([], self._tables.streams)
-        yield streams
+        managers = [(labels, manager) for labels, _, manager in found]
+        yield from build_metrics(_TABLE_GAUGES, _TABLE_COUNTERS, TABLE_LABELS, managers)
+        for name, (words, get_lag) in _TABLE_LAGS.items():
+            summary = SummaryMetricFamily(f"turnlane_{name}", words, labels=TABLE_LABELS)
+            for labels, manager in managers:
+                lag = get_lag(manager)
+                summary.add_metric(labels, lag.events, lag.seconds)
+            yield summary
+        yield build_gauge("table_streams", "Remote receivers.", [], [([], self._tables.streams)])
 
-    def _depth(self, labels: tuple[str, str], queue: TableQueue) -> dict[str, int]:
-        asked, depth = self._depths.get(labels, (float("-inf"), {}))
+    def _get_depth(self, labels: tuple[str, str], queue: TableQueue) -> dict[str, int]:
+        """Return the number of events by state, at most ``DEPTH_CACHE_SECONDS`` old."""
+        read_at, depth = self._depths.get(labels, (float("-inf"), {}))
         now = time.monotonic()
-        if now - asked < DEPTH_CACHE_SECONDS:
+        if now - read_at < DEPTH_CACHE_SECONDS:
             return depth
         try:
             depth = queue.counts()
@@ -475,13 +420,3 @@ class TableCollector(Collector):
             depth = {}
         self._depths[labels] = (now, depth)
         return depth
-
-
-def _of_managers(managers: list[tuple[tuple[str, str], Manager]]) -> Iterator[Metric]:
-    yield from build_metrics(_TABLE_METRICS_GAUGES, _TABLE_METRICS_COUNTERS, TABLE_LABELS, managers)
-    for name, words, lag_of in _LAGS:
-        summary = SummaryMetricFamily(f"turnlane_table_{name}", words, labels=TABLE_LABELS)
-        for labels, manager in managers:
-            lag = lag_of(manager)
-            summary.add_metric(labels, lag.events, lag.seconds)
-        yield summary

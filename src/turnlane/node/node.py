@@ -38,12 +38,7 @@ from turnlane.logs import get_logger
 from turnlane.memory import release_free_memory
 from turnlane.node.breakers import Breakers
 from turnlane.node.commits import Commits
-from turnlane.node.event_refs import (
-    CopyByReference,
-    CopyByValue,
-    QueueCopy,
-    can_stage_references,
-)
+from turnlane.node.event_refs import CopyByReference, CopyByValue, QueueCopy, can_stage_references
 from turnlane.node.lanes import Lanes
 from turnlane.node.leases import Leases
 from turnlane.node.staging import Stage, StageContents, Staging

@@ -371,9 +371,7 @@ class OverflowBuffer:
                     waiting.appendleft(oldest.slice(excess))
                 excess -= oldest.num_rows
         log.warning(
-            "dead_letters.wait_in_memory",
-            queue=name,
-            hint="the queue is full or its disk fails",
+            "dead_letters.wait_in_memory", queue=name, hint="the queue is full or its disk fails"
         )
         for each, events in (+lost).items():
             self._drop(each, events)

@@ -172,9 +172,7 @@ class FlightPlane:
                 "flight.listen", f"cannot listen on {self._wanted}: {error}"
             ) from None
         self._watch = ConnectionWatch(
-            self._server.port,
-            self.limits.max_connections,
-            idle_timeout=self.limits.idle_timeout,
+            self._server.port, self.limits.max_connections, idle_timeout=self.limits.idle_timeout
         )
         # A program that ends without stop() would otherwise wait for its clients forever.
         atexit.register(self.stop)

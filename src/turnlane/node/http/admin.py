@@ -18,15 +18,15 @@ from turnlane.node.http.events import STRICT
 from turnlane.node.http.request import (
     ADMIN_QUEUE,
     ANY_TOKEN,
-    LARGEST,
     Access,
     Answer,
+    Body,
     Call,
+    CountJson,
     NoParameters,
     RequestContext,
     Scope,
     endpoint,
-    json_body,
     json_response,
 )
 from turnlane.queues.buffered import BufferedQueue
@@ -35,8 +35,6 @@ from turnlane.serving.auth import Right
 from turnlane.validation import suggest
 
 log = get_logger(__name__)
-
-CountJson = Annotated[int, Field(ge=0, le=LARGEST)]
 
 _KNOBS: Final = QueueSettings.model_fields.keys() - {"name", "path"}
 """The settings that a request may give: its path has the name, and the node chooses the path."""
@@ -95,8 +93,7 @@ class AdminRoutes:
         self._context = context
 
     @endpoint(
-        "GET",
-        "/queues",
+        "GET /queues",
         tag="queues",
         access=ANY_TOKEN,
         answers={200: Answer("The queues.", QueuesJson)},
@@ -116,8 +113,7 @@ class AdminRoutes:
         ]
 
     @endpoint(
-        "GET",
-        "/queues/{queue}",
+        "GET /queues/{queue}",
         tag="queues",
         access=Access(Scope.QUEUE, (Right.READ, Right.ADMIN)),
         answers={200: Answer("The queue.", QueueJson)},
@@ -128,12 +124,13 @@ class AdminRoutes:
         return json_response(await self._context.threads.run(_describe_queue, found))
 
     @endpoint(
-        "PUT",
-        "/queues/{queue}",
+        "PUT /queues/{queue}",
         tag="queues",
         access=ADMIN_QUEUE,
-        body=json_body(
-            KnobsJson, required=False, description="The queue's knobs, as in the configuration."
+        body=Body(
+            {"application/json": KnobsJson},
+            required=False,
+            description="The queue's knobs, as in the configuration.",
         ),
         answers={
             200: Answer("The queue existed, with the same settings.", QueueJson),
@@ -153,7 +150,7 @@ class AdminRoutes:
         is_new = name not in self._context.node.queues()
         return _describe_queue(self._context.node.create(name, **knobs)), is_new
 
-    @endpoint("DELETE", "/queues/{queue}", tag="queues", access=ADMIN_QUEUE)
+    @endpoint("DELETE /queues/{queue}", tag="queues", access=ADMIN_QUEUE)
     async def drop(self, call: Call) -> Response:
         """Drop a queue that was created at run time, with everything in it."""
         name: str = call.request.path_params["queue"]
@@ -216,8 +213,7 @@ class BreakerRoutes:
         self._context = context
 
     @endpoint(
-        "GET",
-        "/breakers",
+        "GET /breakers",
         tag="actions",
         access=ANY_TOKEN,
         answers={200: Answer("The breakers of queues that the token may read.", BreakersJson)},
@@ -233,8 +229,7 @@ class BreakerRoutes:
         return json_response({"breakers": shown})
 
     @endpoint(
-        "POST",
-        "/breakers/{action}/reset",
+        "POST /breakers/{action}/reset",
         tag="actions",
         access=Access(Scope.TOKEN, (Right.ADMIN,)),
         answers={200: Answer("The breaker is closed.", BreakerJson)},

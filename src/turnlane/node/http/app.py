@@ -140,11 +140,9 @@ class NodeRoutes:
         self._waiting_for = waiting_for
 
     @endpoint(
-        "GET",
-        "/healthz",
+        "GET /healthz",
         tag="node",
         access=PUBLIC,
-        parameters=UncheckedParameters,
         answers={200: Answer("The process is alive.", StatusJson)},
     )
     async def healthz(self, _call: Call[UncheckedParameters]) -> Response:
@@ -152,11 +150,9 @@ class NodeRoutes:
         return json_response({"status": "ok"})
 
     @endpoint(
-        "GET",
-        "/readyz",
+        "GET /readyz",
         tag="node",
         access=PUBLIC,
-        parameters=UncheckedParameters,
         answers={
             200: Answer("The node takes events.", StatusJson),
             503: Answer("The node does not take events; `reasons` say why.", StatusJson),
@@ -187,11 +183,9 @@ class NodeRoutes:
         ]
 
     @endpoint(
-        "GET",
-        "/metrics",
+        "GET /metrics",
         tag="node",
         access=Access(Scope.NODE, (Right.READ,)),
-        parameters=UncheckedParameters,
         answers={200: Answer("The metrics.", str, "text/plain")},
     )
     async def metrics(self, _call: Call[UncheckedParameters]) -> Response:
@@ -200,11 +194,9 @@ class NodeRoutes:
         return Response(text, media_type=CONTENT_TYPE)
 
     @endpoint(
-        "GET",
-        "/openapi.json",
+        "GET /openapi.json",
         tag="node",
         access=PUBLIC,
-        parameters=UncheckedParameters,
         answers={200: Answer("OpenAPI 3.1.", dict[str, Any])},
     )
     async def openapi(self, _call: Call[UncheckedParameters]) -> Response:

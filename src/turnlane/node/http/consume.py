@@ -26,7 +26,6 @@ from turnlane.node.http.request import (
     duration,
     encode_json,
     endpoint,
-    json_body,
     json_response,
     whole_number,
 )
@@ -146,11 +145,9 @@ class ConsumeRoutes:
         self._polls = ThreadLimiter(POLLS)
 
     @endpoint(
-        "GET",
-        "/queues/{queue}/events",
+        "GET /queues/{queue}/events",
         tag="events",
         access=READ_QUEUE,
-        parameters=TakeParameters,
         answers={
             200: Answer("Events, to settle under `/leases/{lease}`.", LeasedJson),
             204: Answer("No events came in the time allowed."),
@@ -196,11 +193,9 @@ class ConsumeRoutes:
             raise
 
     @endpoint(
-        "GET",
-        "/queues/{queue}/peek",
+        "GET /queues/{queue}/peek",
         tag="events",
         access=READ_QUEUE,
-        parameters=PeekParameters,
         answers={200: Answer("The events from there on.", PeekedJson)},
     )
     async def peek(self, call: Call[PeekParameters]) -> Response:
@@ -210,11 +205,9 @@ class ConsumeRoutes:
         return Response(body, media_type="application/json")
 
     @endpoint(
-        "POST",
-        "/queues/{queue}/settle",
+        "POST /queues/{queue}/settle",
         tag="events",
         access=READ_QUEUE,
-        body=json_body(RangeJson),
         answers={200: Answer("The range is settled.", EndsJson)},
     )
     async def settle(self, call: Call[NoParameters, RangeJson]) -> Response:
@@ -226,34 +219,28 @@ class ConsumeRoutes:
         answer: EndsJson = {"low": queue.low, "end": queue.end}
         return json_response(answer)
 
-    @endpoint("POST", "/leases/{lease}/done", tag="leases", access=_READ_LEASE)
+    @endpoint("POST /leases/{lease}/done", tag="leases", access=_READ_LEASE)
     async def done(self, call: Call) -> Response:
         """Settle the lease's events as delivered."""
         lease = self._find_lease(call)
         await self._context.threads.run(self._context.node.leases.done, lease)
         return Response(status_code=204)
 
-    @endpoint("POST", "/leases/{lease}/dead", tag="leases", access=_READ_LEASE)
+    @endpoint("POST /leases/{lease}/dead", tag="leases", access=_READ_LEASE)
     async def dead(self, call: Call) -> Response:
         """Settle the lease's events as undeliverable."""
         lease = self._find_lease(call)
         await self._context.threads.run(self._context.node.leases.dead, lease)
         return Response(status_code=204)
 
-    @endpoint("POST", "/leases/{lease}/release", tag="leases", access=_READ_LEASE)
+    @endpoint("POST /leases/{lease}/release", tag="leases", access=_READ_LEASE)
     async def release(self, call: Call) -> Response:
         """Give the lease's events back, so that a consumer can read them again."""
         lease = self._find_lease(call)
         await self._context.threads.run(self._context.node.leases.release, lease)
         return Response(status_code=204)
 
-    @endpoint(
-        "POST",
-        "/leases/{lease}/extend",
-        tag="leases",
-        access=_READ_LEASE,
-        parameters=ExtendParameters,
-    )
+    @endpoint("POST /leases/{lease}/extend", tag="leases", access=_READ_LEASE)
     async def extend(self, call: Call[ExtendParameters]) -> Response:
         """Keep the lease for longer, counted from now."""
         lease, seconds = self._find_lease(call), call.parameters.lease

@@ -49,9 +49,7 @@ TimestampJson = Annotated[
     | Annotated[
         int,
         Field(
-            ge=-LARGEST_TIMESTAMP,
-            le=LARGEST_TIMESTAMP,
-            description="Microseconds since the epoch.",
+            ge=-LARGEST_TIMESTAMP, le=LARGEST_TIMESTAMP, description="Microseconds since the epoch."
         ),
     ],
     Field(examples=["2026-01-31T12:00:00Z", 1769860800000000]),
@@ -85,8 +83,7 @@ class Base64EventJson(_EventFields, total=False):
         Annotated[
             str,
             Field(
-                description="The value in base64.",
-                json_schema_extra={"contentEncoding": "base64"},
+                description="The value in base64.", json_schema_extra={"contentEncoding": "base64"}
             ),
         ]
     ]

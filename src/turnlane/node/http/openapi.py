@@ -59,7 +59,7 @@ _INFO: Final = {
 }
 
 
-def make_document(endpoints: Iterable[Endpoint[Any, Any]]) -> Json:
+def make_document(endpoints: Iterable[Endpoint]) -> Json:
     """Return the document of some endpoints."""
     listed = list(endpoints)
     schemas = _Schemas(listed)
@@ -90,7 +90,7 @@ class _SchemaGenerator(GenerateJsonSchema):
 class _Schemas:
     """The schemas of all types that the endpoints name."""
 
-    def __init__(self, endpoints: Iterable[Endpoint[Any, Any]]) -> None:
+    def __init__(self, endpoints: Iterable[Endpoint]) -> None:
         types = {repr(each): each for each in (ProblemJson, *_list_types(endpoints))}
         made, definitions = TypeAdapter.json_schemas(
             [(name, "validation", TypeAdapter(each)) for name, each in types.items()],
@@ -106,7 +106,7 @@ class _Schemas:
         return found
 
 
-def _list_types(endpoints: Iterable[Endpoint[Any, Any]]) -> Iterator[Any]:
+def _list_types(endpoints: Iterable[Endpoint]) -> Iterator[Any]:
     for each in endpoints:
         if each.body is not None:
             yield from each.body.content.values()
@@ -142,7 +142,7 @@ def _describe_path(path: str) -> Json:
     return {"parameters": parameters} if parameters else {}
 
 
-def _describe_endpoint(each: Endpoint[Any, Any], schemas: _Schemas) -> Json:
+def _describe_endpoint(each: Endpoint, schemas: _Schemas) -> Json:
     described: Json = {"operationId": each.name, "summary": each.summary, "tags": [each.tag]}
     if parameters := list(_describe_parameters(each)):
         described["parameters"] = parameters
@@ -165,7 +165,7 @@ def _describe_endpoint(each: Endpoint[Any, Any], schemas: _Schemas) -> Json:
     return described
 
 
-def _describe_parameters(each: Endpoint[Any, Any]) -> Iterator[Json]:
+def _describe_parameters(each: Endpoint) -> Iterator[Json]:
     properties: Json = _drop_titles(each.parameters.model_json_schema()).get("properties", {})
     for name, field in each.parameters.model_fields.items():
         header = next((mark.name for mark in field.metadata if isinstance(mark, Header)), None)
@@ -186,7 +186,7 @@ def _describe_text(schema: Json) -> Json:
     return kept | forms[0] if forms else kept
 
 
-def _describe_body(body: Body[Any], schemas: _Schemas) -> Json:
+def _describe_body(body: Body, schemas: _Schemas) -> Json:
     content = {kind: {"schema": schemas.of(each)} for kind, each in body.content.items()}
     described: Json = {"required": body.required, "content": content}
     if body.description:

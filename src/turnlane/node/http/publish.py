@@ -38,11 +38,11 @@ from turnlane.node.http.events import (
     parse_timestamp,
 )
 from turnlane.node.http.request import (
-    LARGEST,
     Access,
     Answer,
     Body,
     Call,
+    CountJson,
     Header,
     NoParameters,
     ParsedText,
@@ -163,19 +163,10 @@ class PublishParameters(RawFields):
 class PublishedJson(TypedDict):
     """The result of publishing."""
 
-    accepted: Annotated[
-        int, Field(ge=0, le=LARGEST, description="Events that are now in the queue.")
-    ]
-    dropped: Annotated[
-        int, Field(ge=0, le=LARGEST, description="Events that the queue's policy dropped.")
-    ]
-    repeated: Annotated[
-        int, Field(ge=0, le=LARGEST, description="Events that the queue had already.")
-    ]
-    first: Annotated[
-        Annotated[int, Field(ge=0, le=LARGEST)] | None,
-        Field(description="The offset of the first accepted event."),
-    ]
+    accepted: Annotated[CountJson, Field(description="Events that are now in the queue.")]
+    dropped: Annotated[CountJson, Field(description="Events that the queue's policy dropped.")]
+    repeated: Annotated[CountJson, Field(description="Events that the queue had already.")]
+    first: Annotated[CountJson | None, Field(description="The offset of the first accepted event.")]
     ack: AckLevel
 
 
@@ -187,11 +178,9 @@ class PublishRoutes:
         self._publishing = Publishing()
 
     @endpoint(
-        "POST",
-        "/queues/{queue}/events",
+        "POST /queues/{queue}/events",
         tag="events",
         access=Access(Scope.QUEUE, (Right.PUBLISH,)),
-        parameters=PublishParameters,
         body=Body(
             {
                 "application/json": NewEvent | list[NewEvent],

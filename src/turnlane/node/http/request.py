@@ -17,9 +17,9 @@ import functools
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Literal, NamedTuple
+from typing import Annotated, Any, Final, Generic, NamedTuple, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 from starlette.requests import Request
@@ -39,6 +39,8 @@ THREADS: Final = 32
 
 LARGEST: Final = 2**63 - 1
 """The largest offset, and the largest number of a parameter."""
+
+CountJson = Annotated[int, Field(ge=0, le=LARGEST)]
 
 _DURATION_EXAMPLES: Final = ["500ms", "30s", "1m", "2.5"]
 
@@ -140,7 +142,7 @@ def choice(kind: type[enum.StrEnum]) -> ParsedText:
 
 Parameters = TypeVar("Parameters", bound=BaseModel, default=NoParameters)
 Content = TypeVar("Content", default=None)
-Owner = TypeVar("Owner")
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
 
 
 class Scope(enum.Enum):
@@ -174,21 +176,12 @@ ADMIN_QUEUE: Final = Access(Scope.QUEUE, (Right.ADMIN,))
 
 
 @dataclass(frozen=True, slots=True)
-class Body(Generic[Content]):
+class Body:
     """The body of a request: its types by media type."""
 
     content: Mapping[str, Any]
-    model: type[Content] | None = None
-    """The pydantic model that checks a JSON body; ``None``: the handler decodes the bytes."""
     required: bool = True
     description: str = ""
-
-
-def json_body(
-    model: type[Content], *, required: bool = True, description: str = ""
-) -> Body[Content]:
-    """Return a body of JSON that a pydantic model checks."""
-    return Body({"application/json": model}, model, required, description)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,18 +196,20 @@ class Answer:
 _DONE: Final = {204: Answer("Done.")}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint(Generic[Parameters, Content]):
+@dataclass(frozen=True, slots=True)
+class Endpoint:
     """An endpoint as it is declared. ``name`` and ``summary`` come from the handler."""
 
-    method: Literal["GET", "POST", "PUT", "DELETE"]
+    method: str
     path: str
     name: str
     summary: str
     tag: str
     access: Access
-    parameters: type[Parameters]
-    body: Body[Content] | None
+    parameters: type[BaseModel]
+    model: type[BaseModel] | None
+    """The model that checks a JSON body; ``None``: no body, or the handler decodes its bytes."""
+    body: Body | None
     answers: Mapping[int, Answer]
     own_errors: tuple[int, ...]
     """The statuses of errors that only this endpoint has."""
@@ -240,26 +235,25 @@ class Endpoint(Generic[Parameters, Content]):
             415: self.body is not None,
             503: not is_public,
         }
-        return sorted(
-            [
-                *self.own_errors,
-                *(status for status, is_possible in by_status.items() if is_possible),
-            ]
-        )
+        possible = [status for status, is_possible in by_status.items() if is_possible]
+        return sorted([*self.own_errors, *possible])
 
 
 class Call(Generic[Parameters, Content]):
-    """One request to an endpoint. Its token and its parameters are already checked."""
+    """One request to an endpoint. Its token and its parameters are already checked.
 
-    def __init__(
-        self, context: RequestContext, endpoint: Endpoint[Parameters, Content], request: Request
-    ) -> None:
+    A handler declares by the type of its call what the endpoint takes: the model of its parameters,
+    and the model of a JSON body.
+    """
+
+    def __init__(self, context: RequestContext, endpoint: Endpoint, request: Request) -> None:
         self.request = request
         self.bearer = find_token(request)
         self._context = context
         self._endpoint = endpoint
         context.authorize(endpoint, request, self.bearer)
-        self.parameters: Parameters = read_parameters(request, endpoint.parameters)
+        parameters: Any = read_parameters(request, endpoint.parameters)
+        self.parameters: Parameters = parameters
 
     def check_right(self, queue: str) -> None:
         """Raise ``NotAllowed`` unless the token has the endpoint's right on the queue."""
@@ -275,8 +269,7 @@ class Call(Generic[Parameters, Content]):
 
     async def read_json(self) -> Content:
         """Return the JSON body, checked by the endpoint's model. Raises ``ValueError``."""
-        assert self._endpoint.body is not None
-        model: Any = self._endpoint.body.model
+        model: Any = self._endpoint.model
         given = parse_object(await self.read_body())
         try:
             content: Content = model.model_validate(given)
@@ -285,51 +278,46 @@ class Call(Generic[Parameters, Content]):
         return content
 
 
-Handler = Callable[[Owner, Call[Parameters, Content]], Awaitable[Response]]
-
-
 def endpoint(
-    method: Literal["GET", "POST", "PUT", "DELETE"],
-    path: str,
+    route: str,
     *,
     tag: str,
     access: Access,
-    parameters: type[Parameters] = NoParameters,  # type: ignore[assignment] # the variable's default
-    body: Body[Content] | None = None,
+    body: Body | None = None,
     answers: Mapping[int, Answer] = _DONE,
     own_errors: tuple[int, ...] = (),
     allows_head: bool = True,
-) -> Callable[
-    [Handler[Owner, Parameters, Content]],
-    Handler[Owner, Parameters, Content],
-]:
-    """Declare an endpoint. The decorated method handles its calls.
+) -> Callable[[Handler], Handler]:
+    """Declare an endpoint; ``route`` is its method and path. The decorated method handles calls.
 
     The name of the method becomes the operation's id, the first line of its docstring the summary.
+    Give ``body`` only if the body is not plain JSON that the model of the call describes.
     """
 
-    def declare(
-        handler: Handler[Owner, Parameters, Content],
-    ) -> Handler[Owner, Parameters, Content]:
+    def declare(handler: Handler) -> Handler:
+        call = next(iter(get_type_hints(handler).values()))
+        parameters, model = (*get_args(call), NoParameters, None)[:2]
+        method, _, path = route.partition(" ")
         vars(handler)["endpoint"] = Endpoint(
-            method=method,
-            path=path,
-            name=handler.__name__,
-            summary=(handler.__doc__ or "").partition("\n")[0],
-            tag=tag,
-            access=access,
-            parameters=parameters,
-            body=body,
-            answers=answers,
-            own_errors=own_errors,
-            allows_head=allows_head,
+            method,
+            path,
+            handler.__name__,
+            (handler.__doc__ or "").partition("\n")[0],
+            tag,
+            access,
+            parameters,
+            model,
+            body if model is None else body or Body({"application/json": model}),
+            answers,
+            own_errors,
+            allows_head,
         )
         return handler
 
     return declare
 
 
-def list_endpoints(*classes: type) -> Iterator[Endpoint[Any, Any]]:
+def list_endpoints(*classes: type) -> Iterator[Endpoint]:
     """Yield the endpoints that the methods of some classes handle, in the order of the source."""
     for each in classes:
         for member in vars(each).values():
@@ -353,7 +341,7 @@ class RequestContext:
 
     def bind(
         self, routes: object
-    ) -> Iterator[tuple[Endpoint[Any, Any], Callable[[Request], Awaitable[Response]]]]:
+    ) -> Iterator[tuple[Endpoint, Callable[[Request], Awaitable[Response]]]]:
         """Yield the endpoints of an object, each with the function that answers requests to it."""
         for found in list_endpoints(type(routes)):
             handler = getattr(routes, found.name)
@@ -361,13 +349,13 @@ class RequestContext:
 
     async def _answer(
         self,
-        found: Endpoint[Any, Any],
+        found: Endpoint,
         handler: Callable[[Call[Any, Any]], Awaitable[Response]],
         request: Request,
     ) -> Response:
         return await handler(Call(self, found, request))
 
-    def authorize(self, found: Endpoint[Any, Any], request: Request, bearer: str | None) -> None:
+    def authorize(self, found: Endpoint, request: Request, bearer: str | None) -> None:
         """Raise ``NotAllowed`` unless the token may use the endpoint."""
         scope, rights = found.access
         match scope:

@@ -24,7 +24,6 @@ from turnlane.node.http.request import (
     RequestContext,
     encode_json,
     endpoint,
-    json_body,
     json_response,
     whole_number,
 )
@@ -147,8 +146,7 @@ class TableRoutes:
         self._threads = ThreadLimiter(STREAMS)
 
     @endpoint(
-        "GET",
-        "/tables",
+        "GET /tables",
         tag="tables",
         access=ANY_TOKEN,
         answers={200: Answer("The tables.", TablesJson)},
@@ -166,11 +164,9 @@ class TableRoutes:
         return json_response(answer)
 
     @endpoint(
-        "GET",
-        "/tables/{table}/events",
+        "GET /tables/{table}/events",
         tag="tables",
         access=READ_TABLE,
-        parameters=ReceiveParameters,
         answers={
             200: Answer(
                 "Events, to settle under `/tables/{table}/streams/{stream}`.",
@@ -214,13 +210,7 @@ class TableRoutes:
                     continue
                 said = time.monotonic()
 
-    @endpoint(
-        "POST",
-        "/tables/{table}/streams/{stream}/ack",
-        tag="tables",
-        access=READ_TABLE,
-        body=json_body(AckedJson),
-    )
+    @endpoint("POST /tables/{table}/streams/{stream}/ack", tag="tables", access=READ_TABLE)
     async def ack_events(self, call: Call[NoParameters, AckedJson]) -> Response:
         """Settle events, so that they never fire again; the answer comes once that is stored."""
         stream = self._find_stream(call)
@@ -228,13 +218,7 @@ class TableRoutes:
         await self._threads.run(_store, stream, _list_spans(asked.events))
         return Response(status_code=204)
 
-    @endpoint(
-        "POST",
-        "/tables/{table}/streams/{stream}/nack",
-        tag="tables",
-        access=READ_TABLE,
-        body=json_body(NackedJson),
-    )
+    @endpoint("POST /tables/{table}/streams/{stream}/nack", tag="tables", access=READ_TABLE)
     async def nack_events(self, call: Call[NoParameters, NackedJson]) -> Response:
         """Make events fire again."""
         stream = self._find_stream(call)
