@@ -364,7 +364,7 @@ def test_unreadable_reference_stage_does_not_prevent_the_start(tmp_path: Path) -
     ],
     ids=["disk", "into memory", "unsynced", "memory", "assisted", "narrower", "narrow", "wider"],
 )
-def test_select_rows_durable_fitting_events_are_copied_by_reference(
+def test_only_durable_fitting_events_are_copied_by_reference(
     source: dict[str, Any], target: dict[str, Any], kind: type, tmp_path: Path
 ) -> None:
     with (
