@@ -2,8 +2,8 @@
 
 A :class:`Watermark` stands for one ack level: every event below its position has reached the level.
 It only moves forward, so publishers that wait on it, and listeners that it tells, hear in publish
-order. Callbacks run on the thread of the :class:`AckDispatcher`: a slow callback, or one that
-publishes or closes the queue, delays no other thread.
+order. Callbacks run on the thread of the :class:`AckDispatcher`: a slow callback, or a
+callback that publishes or closes the queue, delays no other thread.
 
 The lock of the queue guards the watermarks. The dispatcher has a lock of its own, which is taken
 after the lock of the queue and under which nothing else is called.

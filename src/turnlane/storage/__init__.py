@@ -1,4 +1,4 @@
-"""The files of a queue on disk: an append-only log of events and a journal of what was settled.
+"""The files of a queue on disk: an append-only log of events and a journal of settlements.
 
 The package stands alone. It knows offsets, blocks and outcomes, but no queue: a queue opens a
 ``Store`` and decides when to write. ``docs/disk-format.md`` specifies the bytes; this text says how
@@ -7,8 +7,8 @@ the parts work together.
 Constraints
     - An event that was acked ``persisted`` survives a kill at any moment and a power cut.
     - An event whose settlement was recorded never comes back after a kill.
-    - A queue always opens, whatever its files contain. It never deletes bytes that it cannot read:
-      they go to ``quarantine/``, and the offsets that were lost are counted.
+    - A queue always opens, even if its files are damaged. It never deletes bytes that it cannot
+      read: they go to ``quarantine/``, and the offsets that were lost are counted.
     - Opening takes the same time for 10 MB as for 100 GB.
     - A full disk makes the queue full and nothing else. Reading and acks need no space, so the
       space comes back.
@@ -30,7 +30,7 @@ Write (``log``, ``encoder``)
     full segment, starts a new segment.
 
 Sync (``log``, ``recovery``)
-    ``Log.sync`` makes all that was appended durable; whoever waits shares one sync (group commit).
+    ``Log.sync`` makes everything appended durable; all callers that wait share one sync.
     A sync that fails is never repeated on the same file: the kernel may have dropped the pages that
     it could not write, and a second sync would succeed without them. Instead the unsynced frames
     are read back, checked, and written to a new segment, which is synced. Frames that are damaged

@@ -47,7 +47,7 @@ class _BlockShape(NamedTuple):
     columns: list[int]
     """Where the segment's columns are in the block; -1 if the block does not have the column."""
     selects: bool
-    """Whether selecting these columns is all there is to do."""
+    """Whether selecting these columns is enough."""
 
 
 class ColumnFitter:

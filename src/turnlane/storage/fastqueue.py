@@ -316,10 +316,10 @@ class FastQueueDirectory:
     ) -> Iterator[pa.RecordBatch]:
         """Yield every block from position ``start`` on as an event, oldest first, in batches.
 
-        ``start`` is by default the metadata's reader offset, so the blocks are those that FastQueue
-        has not returned to a reader; 0 gives all blocks on disk. The data is the event's ``value``,
-        the chunk's name its ``source``, and the block's position its header ``fastqueue.position``.
-        Faults are skipped: :meth:`faults` returns them.
+        ``start`` is by default the metadata's reader offset, so these are the blocks that
+        FastQueue has not returned to a reader; 0 gives all blocks on disk. The data is the event's
+        ``value``, the chunk's name its ``source``, and the block's position its header
+        ``fastqueue.position``. Faults are skipped: :meth:`faults` returns them.
         """
         if start is None:
             start = self.metadata.reader_offset if self.metadata else 0

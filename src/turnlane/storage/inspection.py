@@ -271,9 +271,9 @@ def _get_positions(block: pa.RecordBatch) -> Offsets:
 
 
 # ── repair ───────────────────────────────────────────────────────────────────────────────────────
-# A repair opens the store as a queue does, reads all pending events, and settles those that are
-# lost. It contains no repair of files: recovery cuts a torn tail, the reader copies damaged bytes
-# to quarantine, the journal counts what is lost. The repair makes all of this happen now and
+# A repair opens the store as a queue does, reads all pending events, and settles the lost ones.
+# It contains no repair of files: recovery cuts a torn tail, the reader copies damaged bytes to
+# quarantine, the journal counts the losses. The repair makes all of this happen now and
 # reports it.
 
 
@@ -312,7 +312,7 @@ class QueueRepair:
             raise DirectoryLocked(f"{path}: held by process {self._queue.running}")
 
     def plan(self, advance: Callable[[int], None] = ignore_progress) -> VerificationReport:
-        """Return what there is to repair; changes nothing."""
+        """Return everything that a repair would handle; changes nothing."""
         return self._queue.verify(advance)
 
     def run(self, advance: Callable[[int], None] = ignore_progress) -> RepairResult:
@@ -357,7 +357,7 @@ class QueueRepair:
     def _read_pending(
         self, store: Store, result: RepairResult, advance: Callable[[int], None]
     ) -> None:
-        """Read all pending events and settle those that cannot be read."""
+        """Read all pending events, and settle the unreadable ones."""
         state = store.journal.state()
         unsettled = RangeSet([(0, state.low), *state.settled]).missing(0, store.log.end)
         pending = sum(end - first for first, end in unsettled)

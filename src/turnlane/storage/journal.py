@@ -228,7 +228,7 @@ class Journal:
     # Durability
 
     def sync(self) -> None:
-        """Return once all records so far are on the device. Blocks no other call.
+        """Return once all earlier records are on the device. Blocks no other call.
 
         All callers that wait while one sync runs share the next one. After a failure the file is
         never synced again, because the kernel may have dropped pages that it could not write: the
@@ -271,7 +271,7 @@ class Journal:
             if fd >= 0:
                 self._disk.close(fd)
 
-    # Appending; the caller holds the lock from here on
+    # Appending. The caller holds the lock in all methods below.
 
     def _append(self, bodies: Sequence[bytes]) -> None:
         length = RECORD_SIZE * len(bodies)

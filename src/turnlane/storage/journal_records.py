@@ -21,7 +21,7 @@ from turnlane.storage.frames import LogPosition, ProducerSequence
 from turnlane.storage.producer_sequences import AcceptedSequences
 
 MAX_PRODUCERS = 10_000
-"""The most recent producers are remembered: one that was silent for longer may repeat events."""
+"""Only the most recent producers are remembered. A forgotten producer may repeat events."""
 
 MAX_ATTEMPT = 0xFFFF
 """The largest attempt that a record has room for; later attempts are stored as this one."""
@@ -43,7 +43,7 @@ class JournalState:
     returned: list[ReturnedRange] = field(default_factory=list)
     """Unsettled ranges that consumers returned: first, end, and their next attempt. Sorted."""
     totals: dict[Outcome, int] = field(default_factory=dict)
-    """Events by outcome, also those that were dropped before they got an offset."""
+    """Events by outcome, including events that were dropped before they got an offset."""
     bytes: int = 0
     """Size of the unsettled events up to ``position``, minus the events settled after it. Adding
     all that the log finds after ``position`` gives the right sum, so this may be below zero."""
@@ -52,7 +52,7 @@ class JournalState:
     producers: dict[ProducerHash, AcceptedSequences] = field(default_factory=dict)
     """The sequence numbers that the queue has of each producer, least recent producer first."""
     found: bool = False
-    """False if there was no journal to read: then it is unknown what was settled."""
+    """False if there was no journal to read: then the settled events are unknown."""
 
     @property
     def settled(self) -> list[tuple[int, int]]:
@@ -78,7 +78,7 @@ class JournalState:
             offset = reached
 
     def settle(self, first: int, end: int, size: int, outcome: Outcome) -> None:
-        """Settle ``[first, end)``, ``size`` bytes in all; count only what was not settled yet."""
+        """Settle ``[first, end)``, ``size`` bytes in all; count only unsettled events."""
         if first == self.low and first < end and not self.ranges and not self.returned:
             # Nearly all acks come in order: the same as below in half the time.
             self.low = end
@@ -201,7 +201,7 @@ def compute_seed(generation: int) -> int:
 
 
 def sign_record(seed: int, body: bytes) -> bytes:
-    """Return the record: the checksum of the body, computed from the seed on, and the body."""
+    """Return the record: the checksum of the body, which starts with the seed, and the body."""
     checksum: int = google_crc32c.extend(seed, body)
     return checksum.to_bytes(4, "little") + body
 

@@ -246,7 +246,7 @@ class ActiveSegment:
 
 
 class SyncFailed(OSError):
-    """The disk could not keep what was written: call ``rewrite_after_failed_sync()`` next."""
+    """The disk did not keep written data: call ``rewrite_after_failed_sync()`` next."""
 
 
 class Log:

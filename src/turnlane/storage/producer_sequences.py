@@ -172,7 +172,7 @@ class UnwrittenSequences:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ranges: deque[SequencedRange] = deque()
-        """In offset order, also those that were recorded."""
+        """All ranges in offset order, including recorded ones."""
         self._waiting: dict[bytes, deque[SequencedRange]] = {}
         """Those that were not recorded, by producer."""
         self._safe_end = 0

@@ -1,4 +1,4 @@
-"""Reading a log while it is written, whatever the state of its files.
+"""Reading a log while it is written, even if its files are damaged.
 
 A reader never fails on damaged bytes. It copies them to quarantine, returns the offsets that are
 lost, and continues with the next valid frame. The writer may cut, replace or remove a segment at

@@ -2,7 +2,7 @@
 
 Recovery finds the log's end, sets aside torn or foreign files, and loses nothing. It reads only the
 last segment's frames after the journal's hint, so it takes the same time however much is stored.
-The log opens whatever recovery finds.
+The log always opens.
 
 The rewrite trusts only bytes that can be read back. After a failed sync the kernel may have dropped
 the pages that it could not write and call them clean: a second sync would succeed and mean nothing.
@@ -103,7 +103,7 @@ class LogRecovery:
         return found
 
     def _remove_temporary_files(self) -> None:
-        """Remove files that a crash left under a temporary name; keep those that hold events."""
+        """Remove temporary files that a crash left behind; keep files that hold events."""
         for name in self._disk.listing(self._directory):
             if name.endswith(".chunk.new"):
                 path = self._directory / name
@@ -346,7 +346,7 @@ class _SegmentRewrite:
         new.size += length
 
     def _write_rebuilt_frames(self, fd: int, region: InvalidRegion) -> None:
-        """Write the events of damaged frames from memory; what is not in memory is lost."""
+        """Write the events of damaged frames from memory; the others are lost."""
         old, new = self._old, self.new
         at = old.synced_end if region.first is None else region.first
         end = old.end if region.end is None else region.end
@@ -376,7 +376,7 @@ class _SegmentRewrite:
             old.has_uncopied_damage = True
 
     def cut_old_file(self) -> None:
-        """Cut the old file back to what was synced; a failure is harmless."""
+        """Cut the old file back to its synced size; a failure is harmless."""
         old = self._old
         if old.has_uncopied_damage:
             return

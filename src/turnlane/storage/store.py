@@ -48,7 +48,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """The settings of a store. The defaults are those of a queue."""
+    """The settings of a store, with the defaults of a queue."""
 
     path: Path
     name: str | None = None
@@ -177,7 +177,7 @@ class Store:
             self._count_error(error)
         if sync:
             try:
-                # Events that a killed process left in the page cache are promised from here on.
+                # From now on the queue promises also the events that a killed process left unsynced.
                 self.log.sync()
             except OSError as error:
                 self._count_error(error)

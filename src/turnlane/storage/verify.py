@@ -1,8 +1,8 @@
 """Checking a directory and counting its events, without opening the queue.
 
-A verification looks at everything first, then judges it by what is settled. Damage to settled
-events costs nothing and is only a note. So a repaired queue verifies as clean, although the damaged
-bytes stay in their segment until it is deleted.
+A verification looks at everything first, then judges it by the settlements in the journal. Damage
+to settled events costs nothing and is only a note. So a repaired queue verifies as clean, although
+the damaged bytes stay in their segment until it is deleted.
 
 The ledger of a closed queue counts pending events in the log, frame by frame: the journal alone
 always adds up. An event that is neither settled nor in the log then shows as a difference.
@@ -404,7 +404,7 @@ class Verification:
                 damages.append(item)
         return damages, tail
 
-    # Judging damage by what is settled
+    # Judging damage
 
     def _judge(self, damages: Sequence[Damage], tail: Sequence[Damage]) -> Iterator[Finding]:
         """Yield what the damage means, in the order of offsets."""
@@ -525,7 +525,7 @@ class Verification:
         )
 
     def _check_journal(self) -> list[Finding]:
-        """Check the files; those of a running queue several times, as they change in between."""
+        """Check the files, several times if the queue runs, because they change in between."""
         queue = self._queue
         findings: list[Finding] = []
         for _ in range(_JOURNAL_ATTEMPTS if self._report.running is not None else 1):

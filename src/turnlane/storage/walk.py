@@ -122,8 +122,8 @@ def find_holder(directory: Path) -> int | None:
         if fields[1:2] != ["FLOCK"] or len(fields) < 6:
             continue
         where, _, inode = fields[5].rpartition(":")
-        # Some file systems have a different device number here than stat() gives. Then the process
-        # in the lock file must be the one that the kernel names.
+        # Some file systems have a different device number here than stat() gives. Then the lock
+        # file must name the same process as the kernel.
         if inode == str(status.st_ino) and (where == device or fields[4] == named):
             return int(fields[4])
     return None
