@@ -28,9 +28,9 @@ from turnlane.errors import QueueClosed, QueueEmpty
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
 from turnlane.queues.api import Ack, AckLevel, Batch, Queue
+from turnlane.queues.buffer import BlockRange
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import ON_DISK, Kind
-from turnlane.queues.storage_api import BlockRange
 
 PUBLISHERS = 50
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import pytest
 
     from turnlane.events import Block
-from turnlane.queues.storage_api import BlockRange, LostRange
+from turnlane.queues.buffer import BlockRange
+from turnlane.queues.storage_api import LostRange
 
 
 def opened(harness: Harness, count: int, **knobs: Any) -> BufferedQueue:

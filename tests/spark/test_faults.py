@@ -379,7 +379,9 @@ def test_commit_on_a_full_disk_waits_for_room(
 
     node.publish("main", numbers(200, 300))
     make_room = fill_disk(disk, ".chunk")
-    wait_until(lambda: "queue taken cannot write" in caplog.text, "the node to say so", PATIENCE)
+    wait_until(
+        lambda: "queue.write_failed queue=taken" in caplog.text, "the node to say so", PATIENCE
+    )
     make_room()
     wait_until(lambda: node.queue("taken").low == 300, "room to be used", PATIENCE)
     pipeline.stop()

@@ -121,7 +121,7 @@ def test_reload_waits_for_blocked_lanes_and_names_the_reason(
     wait_until(lambda: _all_run(runner), "the first lanes", PATIENCE)
     node.publish("main", numbers(0, 100))
     disk.fail("write", error=errno.ENOSPC, times=None, match=".chunk")
-    wait_until(lambda: "queue held cannot write" in caplog.text, "the full disk", PATIENCE)
+    wait_until(lambda: "queue.write_failed queue=held" in caplog.text, "the full disk", PATIENCE)
     assert runner.stop(timeout=5.0) == ["main"]
     states = {each.name: each.state for each in runner.status()}
     assert states == {"main": LaneState.STOPPING, "held": LaneState.STOPPED}

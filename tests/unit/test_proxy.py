@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import cast
 
 import pytest
 
@@ -17,7 +16,6 @@ from turnlane.events import Block, block_of
 from turnlane.queues import open_buffered_queue, proxy
 from turnlane.queues.api import Ack, AckLevel, Durability, NodeConnection, Transport
 from turnlane.queues.buffered import BufferedQueue
-from turnlane.queues.positions import BufferedBatch
 from turnlane.queues.proxy import RemoteStorage, retry_delay
 from turnlane.queues.settings import QueueSettings
 from turnlane.testing import FlakyTransport, LoopbackTransport, ModelConnection, ModelNode, Step
@@ -153,10 +151,7 @@ def test_contents_are_given_up_once_persisted(opened: Opening) -> None:
     assert remote_storage_of(queue)._undelivered
     assert not remote_storage_of(queue)._unpersisted
     assert all(sent.block is None for sent in list(remote_storage_of(queue)._undelivered))
-    assert all(
-        cast("BufferedBatch", sent.batch).is_freed
-        for sent in list(remote_storage_of(queue)._undelivered)
-    )
+    assert all(sent.batch.is_freed for sent in list(remote_storage_of(queue)._undelivered))
 
 
 # Acks

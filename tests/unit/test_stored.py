@@ -9,8 +9,8 @@ import pytest
 from turnlane.events import block_of
 from turnlane.queues import open_queue
 from turnlane.queues.api import Queue
+from turnlane.queues.buffer import BlockRange
 from turnlane.queues.disk import JOIN_BYTES
-from turnlane.queues.storage_api import BlockRange
 from turnlane.storage.store import FRAME_BYTES, group_into_frames
 from turnlane.testing import FaultyDisk
 

@@ -1,27 +1,118 @@
 """The events of a queue that are in memory and not handed out, in offset order.
 
-Single events gather in an :class:`OpenBlock` of plain lists. Sealing turns it into an Arrow block,
-which joins the sealed ranges of the :class:`Buffer`; a published block joins them directly.
-Neither class is thread-safe: the lock of the queue guards both.
+A :class:`BlockRange` is a range of offsets, usually with its blocks; every part of a queue passes
+events on in this form. Single events gather in an :class:`OpenBlock` of plain lists. Sealing turns
+it into an Arrow block, which joins the sealed ranges of the :class:`Buffer`; a published block
+joins them directly.
+
+Nothing here is thread-safe: the lock of the queue guards it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
 from turnlane.events import BASE_SCHEMA, Block, build_values
-from turnlane.queues.storage_api import BlockRange
 from turnlane.storage.frames import ProducerSequence
 
 SEAL_BYTES = 256 * 1024
 """An open block is sealed at this size at the latest: a few thousand log lines."""
 
 _OPTIONAL = ("key", "headers", "severity", "source")
+
+
+@dataclass(slots=True)
+class BlockRange:
+    """Events ``first`` to ``end - 1`` of a queue; ``blocks`` is ``None`` if they are elsewhere."""
+
+    first: int
+    end: int
+    size: int
+    """The bytes that the events count for."""
+    blocks: Sequence[Block] | None
+    attempt: int = 1
+    """How often the events were handed out, this time included."""
+    sequences: Sequence[ProducerSequence] = ()
+    """For each numbered producer, the numbers that are complete with this range."""
+    is_charged: bool = True
+    """Whether the events count against the bounds of the queue."""
+    is_recorded: bool = False
+    """Whether the journal knows that the events are settled."""
+    is_consecutive: bool = False
+    """Whether one producer published all the events, with consecutive sequence numbers."""
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    @property
+    def charge(self) -> tuple[int, int]:
+        """The events and bytes that the range takes of the bounds."""
+        return (len(self), self.size) if self.is_charged else (0, 0)
+
+    def copy(self) -> BlockRange:
+        """Return a second range of the same events, which can be cut independently."""
+        return BlockRange(  # by hand: dataclasses.replace() takes four times as long
+            self.first,
+            self.end,
+            self.size,
+            self.blocks,
+            self.attempt,
+            self.sequences,
+            self.is_charged,
+            self.is_recorded,
+            self.is_consecutive,
+        )
+
+    def slice(self, first: int, end: int) -> BlockRange:
+        """Return a range of the events ``first`` to ``end - 1``, which can be cut independently."""
+        part = self.copy()
+        if end < self.end:
+            part = part.cut_head(end - self.first)
+        if first > self.first:
+            part.cut_head(first - self.first)
+        return part
+
+    def cut_head(self, events: int) -> BlockRange:
+        """Cut off the first ``events`` events and return them; this range keeps the rest."""
+        cut = self.first + events
+        size = self.size * events // len(self)
+        blocks, rest = (None, None) if self.blocks is None else _cut_blocks(self.blocks, events)
+        head = self.copy()
+        head.end, head.size, head.blocks = cut, size, blocks
+        # Which number an event in the middle has is known only if the numbers are consecutive.
+        rest_events = self.end - cut
+        head.sequences = (
+            [each.subtract(rest_events) for each in self.sequences] if self.is_consecutive else ()
+        )
+        self.first, self.size, self.blocks = cut, self.size - size, rest
+        return head
+
+    def split(self, size: int) -> list[BlockRange]:
+        """Return the events in ranges of about ``size`` bytes."""
+        count = min(len(self), round(self.size / size))
+        if count <= 1:
+            return [self]
+        rest, step = self.copy(), -(-len(self) // count)
+        return [rest.cut_head(min(step, len(rest))) for _ in range(0, len(self), step)]
+
+
+def _cut_blocks(blocks: Sequence[Block], events: int) -> tuple[list[Block], list[Block]]:
+    head: list[Block] = []
+    rest = list(blocks)
+    while events:
+        block = rest.pop(0)
+        if block.num_rows > events:
+            rest.insert(0, block.slice(events))
+            block = block.slice(0, events)
+        head.append(block)
+        events -= block.num_rows
+    return head, rest
 
 
 class OpenBlock:

@@ -46,11 +46,12 @@ from turnlane.queues.api import (
     Stats,
     parse_choice,
 )
+from turnlane.queues.buffer import BlockRange
 from turnlane.queues.consumer import ConsumerSide
 from turnlane.queues.producer import BufferedProducer, hash_producer_id
 from turnlane.queues.settings import Kind, QueueSettings
 from turnlane.queues.state import QueueState
-from turnlane.queues.storage_api import BlockRange, LostRange, Storage
+from turnlane.queues.storage_api import LostRange, Storage
 from turnlane.storage.producer_sequences import GapPolicy
 
 log = get_logger(__name__)

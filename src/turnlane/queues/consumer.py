@@ -16,9 +16,10 @@ from turnlane.errors import AckNotStored, BatchFreed, QueueClosed, QueueEmpty, S
 from turnlane.intervals import is_overlapping
 from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
+from turnlane.queues.buffer import BlockRange
 from turnlane.queues.positions import BatchState, BufferedBatch
 from turnlane.queues.state import QueueState
-from turnlane.queues.storage_api import BlockRange, LostRange
+from turnlane.queues.storage_api import LostRange
 from turnlane.units import TimeWindow
 
 log = get_logger(__name__)

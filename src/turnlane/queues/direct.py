@@ -29,10 +29,10 @@ from turnlane.queues.api import (
     Stats,
     parse_choice,
 )
+from turnlane.queues.buffer import BlockRange
 from turnlane.queues.positions import BatchState, BufferedBatch, Positions
 from turnlane.queues.producer import as_bytes, measure_annotations, to_nanoseconds
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.storage_api import BlockRange
 
 log = get_logger(__name__)
 

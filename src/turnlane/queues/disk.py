@@ -35,15 +35,9 @@ from turnlane.intervals import Span, count_offsets
 from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
 from turnlane.queues.api import AckLevel, Durability, Stats
+from turnlane.queues.buffer import BlockRange
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.storage_api import (
-    BlockRange,
-    LostRange,
-    Storage,
-    StorageHost,
-    StoredState,
-    TakeBatch,
-)
+from turnlane.queues.storage_api import LostRange, Storage, StorageHost, StoredState, TakeBatch
 from turnlane.retry import doubled
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.producer_sequences import SequencedRange

@@ -25,9 +25,9 @@ from turnlane.intervals import RangeSet, Span
 from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
 from turnlane.queues.api import Durability
+from turnlane.queues.buffer import BlockRange
 from turnlane.queues.disk import LogStorage, WriteJob
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.storage_api import BlockRange
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.journal import Journal
 

@@ -20,7 +20,7 @@ from turnlane.events import Block, conform_block, join_blocks
 from turnlane.intervals import RangeSet, Span, count_offsets
 from turnlane.ledger import Outcome
 from turnlane.queues.api import Batch, Place
-from turnlane.queues.storage_api import BlockRange
+from turnlane.queues.buffer import BlockRange
 
 
 class Positions:

@@ -39,8 +39,9 @@ from turnlane.queues.api import (
     NodeProgress,
     Transport,
 )
+from turnlane.queues.positions import BufferedBatch
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.storage_api import Storage, StorageHost, TakeBatch, TakenBatch
+from turnlane.queues.storage_api import Storage, StorageHost, TakeBatch
 from turnlane.retry import doubled, scattered
 from turnlane.runtime import start_thread
 
@@ -66,7 +67,7 @@ class SentBatch:
 
     sequence: int
     end: int
-    batch: TakenBatch
+    batch: BufferedBatch
     block: Block | None
     """The contents, until they are persisted."""
     bytes_end: int
@@ -267,7 +268,7 @@ class RemoteStorage(Storage):
             connection.urge()
             self._urged = awaited
 
-    def _add_sent(self, batch: TakenBatch) -> SentBatch:
+    def _add_sent(self, batch: BufferedBatch) -> SentBatch:
         base = self._base or 0
         first, end = base + batch.place.first, base + batch.place.end
         block = batch.block

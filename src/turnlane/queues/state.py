@@ -34,10 +34,10 @@ from turnlane.logs import get_logger
 from turnlane.queues.acks import AckTracker
 from turnlane.queues.admission import Admission
 from turnlane.queues.api import AckLevel, Durability, Stats
-from turnlane.queues.buffer import SEAL_BYTES, Buffer
+from turnlane.queues.buffer import SEAL_BYTES, BlockRange, Buffer
 from turnlane.queues.positions import InFlight, Positions
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.storage_api import BlockRange, Storage
+from turnlane.queues.storage_api import Storage
 from turnlane.storage.frames import ProducerSequence
 from turnlane.storage.producer_sequences import MAX_RUNS, AcceptedSequences, GapPolicy
 
@@ -88,7 +88,7 @@ class QueueState:
         self.persisted = self.acks.persisted
         self.columns: dict[str, pa.DataType] = dict(found.columns)
         """The Arrow type of every column that the queue has seen."""
-        self._sequences: dict[bytes, AcceptedSequences] = dict(found.sequences)
+        self.sequences: dict[bytes, AcceptedSequences] = dict(found.sequences)
         """The accepted numbers by producer, the producer that was silent longest first."""
         self.published_blocks = 0
         self.releases = 0
@@ -186,11 +186,6 @@ class QueueState:
                 )
         self.columns.update((column.name, column.type) for column in schema)
 
-    @property
-    def sequences(self) -> Mapping[bytes, AcceptedSequences]:
-        """The accepted sequence numbers by the key of the producer."""
-        return self._sequences
-
     def accept_sequences(
         self, producer: bytes, first: int, end: int, gaps: GapPolicy
     ) -> ProducerSequence:
@@ -199,10 +194,10 @@ class QueueState:
         Returns the whole run up to ``end``, for the log: the events before are in the queue at
         lower offsets, or were dropped, so that they are in the log if these are.
         """
-        accepted = self._sequences.pop(producer, None) or AcceptedSequences()
-        self._sequences[producer] = accepted
-        if len(self._sequences) > MAX_SEQUENCES:
-            del self._sequences[next(iter(self._sequences))]
+        accepted = self.sequences.pop(producer, None) or AcceptedSequences()
+        self.sequences[producer] = accepted
+        if len(self.sequences) > MAX_SEQUENCES:
+            del self.sequences[next(iter(self.sequences))]
         accepted.add(0 if gaps is GapPolicy.SKIP else first, end)
         if gaps is GapPolicy.FORGET:
             accepted.close_gaps(MAX_RUNS)

@@ -1,9 +1,10 @@
-"""What a buffered queue and its storage exchange: ranges of events, calls, and answers.
+"""The two protocols between a buffered queue and its storage.
 
-A queue keeps the newest events in memory. Where they go from there, and what survives the process,
-is the business of its :class:`Storage`: nothing (:class:`NoStorage`), a log on disk
-(:mod:`turnlane.queues.disk`), a log for what memory cannot hold
-(:mod:`turnlane.queues.disk_assisted`), or a node (:mod:`turnlane.queues.proxy`).
+A queue keeps the newest events in memory. Its :class:`Storage` decides where they go from there and
+which of them survive the process: :class:`NoStorage` keeps none, :mod:`turnlane.queues.disk` has a
+log of all events, :mod:`turnlane.queues.disk_assisted` a log of the events that do not fit into
+memory, and :mod:`turnlane.queues.proxy` sends events to a node. Storage reports to the queue, its
+:class:`StorageHost`.
 
 Both sides share the lock of the queue. A method whose docstring says "Under the lock." is called
 with the lock held, does not wait, and does no I/O but appends to the journal. All other methods
@@ -24,97 +25,12 @@ from turnlane.errors import Bug
 from turnlane.events import Block
 from turnlane.intervals import Span
 from turnlane.ledger import Outcome
-from turnlane.queues.api import AckLevel, Batch, Durability, Place, Stats
-from turnlane.storage.frames import ProducerSequence
+from turnlane.queues.acks import Watermark
+from turnlane.queues.admission import Admission
+from turnlane.queues.api import AckLevel, Batch, Durability, Stats
+from turnlane.queues.buffer import BlockRange
+from turnlane.queues.positions import BufferedBatch, Positions
 from turnlane.storage.producer_sequences import AcceptedSequences
-
-
-@dataclass(slots=True)
-class BlockRange:
-    """Events ``first`` to ``end - 1`` of a queue; ``blocks`` is ``None`` if they are elsewhere."""
-
-    first: int
-    end: int
-    size: int
-    """The bytes that the events count for."""
-    blocks: Sequence[Block] | None
-    attempt: int = 1
-    """How often the events were handed out, this time included."""
-    sequences: Sequence[ProducerSequence] = ()
-    """For each numbered producer, the numbers that are complete with this range."""
-    is_charged: bool = True
-    """Whether the events count against the bounds of the queue."""
-    is_recorded: bool = False
-    """Whether the journal knows that the events are settled."""
-    is_consecutive: bool = False
-    """Whether one producer published all the events, with consecutive sequence numbers."""
-
-    def __len__(self) -> int:
-        return self.end - self.first
-
-    @property
-    def charge(self) -> tuple[int, int]:
-        """The events and bytes that the range takes of the bounds."""
-        return (len(self), self.size) if self.is_charged else (0, 0)
-
-    def copy(self) -> BlockRange:
-        """Return a second range of the same events, which can be cut independently."""
-        return BlockRange(  # by hand: dataclasses.replace() takes four times as long
-            self.first,
-            self.end,
-            self.size,
-            self.blocks,
-            self.attempt,
-            self.sequences,
-            self.is_charged,
-            self.is_recorded,
-            self.is_consecutive,
-        )
-
-    def slice(self, first: int, end: int) -> BlockRange:
-        """Return a range of the events ``first`` to ``end - 1``, which can be cut independently."""
-        part = self.copy()
-        if end < self.end:
-            part = part.cut_head(end - self.first)
-        if first > self.first:
-            part.cut_head(first - self.first)
-        return part
-
-    def cut_head(self, events: int) -> BlockRange:
-        """Cut off the first ``events`` events and return them; this range keeps the rest."""
-        cut = self.first + events
-        size = self.size * events // len(self)
-        blocks, rest = (None, None) if self.blocks is None else _cut_blocks(self.blocks, events)
-        head = self.copy()
-        head.end, head.size, head.blocks = cut, size, blocks
-        # Which number an event in the middle has is known only if the numbers are consecutive.
-        rest_events = self.end - cut
-        head.sequences = (
-            [each.subtract(rest_events) for each in self.sequences] if self.is_consecutive else ()
-        )
-        self.first, self.size, self.blocks = cut, self.size - size, rest
-        return head
-
-    def split(self, size: int) -> list[BlockRange]:
-        """Return the events in ranges of about ``size`` bytes."""
-        count = min(len(self), round(self.size / size))
-        if count <= 1:
-            return [self]
-        rest, step = self.copy(), -(-len(self) // count)
-        return [rest.cut_head(min(step, len(rest))) for _ in range(0, len(self), step)]
-
-
-def _cut_blocks(blocks: Sequence[Block], events: int) -> tuple[list[Block], list[Block]]:
-    head: list[Block] = []
-    rest = list(blocks)
-    while events:
-        block = rest.pop(0)
-        if block.num_rows > events:
-            rest.insert(0, block.slice(events))
-            block = block.slice(0, events)
-        head.append(block)
-        events -= block.num_rows
-    return head, rest
 
 
 class LostRange(NamedTuple):
@@ -127,7 +43,7 @@ class LostRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """What storage has of a queue when the queue is opened."""
+    """The part of a queue's state that storage has when the queue is opened."""
 
     queue_id: str = ""
     """The id that the queue keeps across restarts; empty if nothing survives one."""
@@ -145,49 +61,6 @@ class StoredState:
     """The bytes that the unsettled events count for."""
 
 
-class PositionsView(Protocol):
-    """The offsets of the queue."""
-
-    low: int
-    """Everything below this offset is settled."""
-    end: int
-    """The offset that the next event gets."""
-
-    def is_settled(self, first: int, end: int) -> bool:
-        """Whether every offset of the range is settled."""
-
-    def find_unsettled(self, first: int, end: int) -> list[Span]:
-        """Return the parts of the range that are not settled."""
-
-
-class WatermarkView(Protocol):
-    """How far events are persisted, and the publishers that wait for it."""
-
-    position: int
-    served: int
-    """How many publishers the last :meth:`StorageHost.mark_persisted` has woken."""
-
-    @property
-    def waiters(self) -> int:
-        """How many publishers wait."""
-
-    def find_awaited(self, limit: int) -> int:
-        """Return the highest offset up to ``limit`` that a publisher waits for; 0 if none."""
-
-
-class AdmissionView(Protocol):
-    """What counts against the bounds."""
-
-    events: int
-    bytes: int
-    is_held: bool
-    """Whether every publisher is kept out, even if there is room."""
-
-    @property
-    def has_waiting_line(self) -> bool:
-        """Whether publishers wait in line for room."""
-
-
 class StorageHost(Protocol):
     """The queue, as its storage sees it.
 
@@ -197,21 +70,13 @@ class StorageHost(Protocol):
     lock: threading.Lock
     """The only lock of the queue. Storage may wait on conditions of this lock."""
 
-    @property
-    def positions(self) -> PositionsView:
-        """The offsets of the queue."""
-
-    @property
-    def persisted(self) -> WatermarkView:
-        """The watermark of the ``persisted`` level."""
-
-    @property
-    def admission(self) -> AdmissionView:
-        """What counts against the bounds."""
-
-    @property
-    def sequences(self) -> Mapping[bytes, AcceptedSequences]:
-        """The accepted sequence numbers by the key of the producer."""
+    positions: Positions
+    persisted: Watermark
+    """How far events are persisted, and the publishers that wait for it."""
+    admission: Admission
+    """The events that count against the bounds. Storage only reads it."""
+    sequences: dict[bytes, AcceptedSequences]
+    """The accepted sequence numbers by the key of the producer. Storage only reads them."""
 
     # The events in memory
 
@@ -267,27 +132,7 @@ class StorageHost(Protocol):
         """Say in later acks that this durability stands behind them."""
 
 
-class TakenBatch(Protocol):
-    """A batch out of the buffer, with the bytes that it counts for."""
-
-    place: Place
-
-    @property
-    def block(self) -> Block:
-        """The events."""
-
-    @property
-    def size(self) -> int:
-        """The bytes that the events count for."""
-
-    def free(self) -> None:
-        """Give up the contents."""
-
-    def done(self) -> None:
-        """Settle the events as delivered."""
-
-
-TakeBatch = Callable[[int, float], TakenBatch]
+TakeBatch = Callable[[int, float], BufferedBatch]
 """Takes a batch out of the buffer: the most events, and the seconds to wait."""
 
 

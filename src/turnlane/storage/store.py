@@ -177,7 +177,7 @@ class Store:
             self._count_error(error)
         if sync:
             try:
-                # From now on the queue promises also the events that a killed process left unsynced.
+                # From now on the queue also promises events that a killed process left unsynced.
                 self.log.sync()
             except OSError as error:
                 self._count_error(error)
