@@ -1,4 +1,7 @@
-"""From pydantic's errors to ours: every problem named by its knob, in words a user can act on."""
+"""Issues with settings: pydantic's errors in words that a user can act on, named by their setting.
+
+Every model of settings derives from :class:`SettingsModel`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from pydantic import BaseModel, ConfigDict
+
 from turnlane.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
-_WORDS: Final = {
+_MESSAGES: Final = {
     "missing": "is required",
     "greater_than_equal": "must be at least {ge}",
     "greater_than": "must be more than {gt:g}",
@@ -41,92 +46,100 @@ _WORDS: Final = {
 }
 
 
+class SettingsModel(BaseModel):
+    """Base of the models of settings: frozen, without unknown keys, with checked defaults."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
+
+
 class ConfigIssue(NamedTuple):
-    """One thing that is wrong with a setting."""
+    """One issue with a setting."""
 
     knob: str
     message: str
 
 
 class ContradictorySettings(ValueError):
-    """Raised by a model's own validator: settings that are right alone and wrong together."""
+    """Raised by a validator of a model: each setting is valid alone, but not with the others."""
 
-    def __init__(self, problems: Sequence[ConfigIssue]) -> None:
-        super().__init__("; ".join(f"{knob}: {message}" for knob, message in problems))
-        self.problems = tuple(problems)
+    def __init__(self, issues: Sequence[ConfigIssue]) -> None:
+        super().__init__("; ".join(f"{knob}: {message}" for knob, message in issues))
+        self.issues = tuple(issues)
 
 
 class ConfigIssues(ConfigError):
-    """Several things are wrong, a line for each; ``problems`` has them all, ``knob`` the first."""
+    """Several issues, one on each line; ``issues`` has them all, ``knob`` is that of the first."""
 
-    def __init__(self, problems: Sequence[ConfigIssue]) -> None:
-        super().__init__(*_told(problems))
-        self.problems = tuple(problems)
+    def __init__(self, issues: Sequence[ConfigIssue]) -> None:
+        super().__init__(*_join_issues(issues))
+        self.issues = tuple(issues)
 
 
 class IssueCollector:
-    """What is found wrong by one check after another, to be told all at once."""
+    """Collects the issues of several checks, to raise them together."""
 
     def __init__(self) -> None:
-        self._problems: list[ConfigIssue] = []
+        self._issues: list[ConfigIssue] = []
 
     def add(self, knob: str, message: str) -> None:
-        """Note one."""
-        self._problems.append(ConfigIssue(knob, message))
+        """Add an issue."""
+        self._issues.append(ConfigIssue(knob, message))
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """Go on behind this block if it raises ``ConfigError``."""
+    def collect(self) -> Iterator[None]:
+        """Add the issues of a ``ConfigError`` in the block, and continue after it."""
         try:
             yield
         except ConfigError as error:
-            self._problems += get_issues(error)
+            self._issues += get_issues(error)
 
-    def tell(self) -> None:
+    def raise_issues(self) -> None:
         """Raise ``ConfigIssues`` if there are any."""
-        if self._problems:
-            raise ConfigIssues(self._problems)
+        if self._issues:
+            raise ConfigIssues(self._issues)
 
 
 def get_issues(error: ConfigError) -> Sequence[ConfigIssue]:
-    """All that an error tells of."""
+    """Return all issues of an error."""
     if isinstance(error, ConfigIssues):
-        return error.problems
+        return error.issues
     return [ConfigIssue(error.knob, get_message(error))]
 
 
 def get_message(error: ConfigError) -> str:
-    """What an error says, without the knob that it says it of."""
+    """Return the message of an error without the name of the setting."""
     return str(error).removeprefix(f"{error.knob}: ")
 
 
 def convert_validation_error(error: ValidationError, knobs: Iterable[str] = ()) -> ConfigError:
-    """One ``ConfigError`` for all that pydantic found, a line for each problem.
+    """Return one ``ConfigError`` for everything that pydantic found, with a line for each issue.
 
-    ``knobs`` are the names that exist, to guess what a misspelt one was meant to be.
+    ``knobs`` are the names that exist, to suggest one for a misspelt name.
     """
     names = list(knobs)
-    found = [problem for detail in error.errors() for problem in _problems(detail, names)]
-    return ConfigError(*_told(found))  # of no other class: clients know errors by its name
+    found = [issue for detail in error.errors() for issue in _convert_detail(detail, names)]
+    return ConfigError(*_join_issues(found))  # not a subclass: clients know errors by class name
 
 
-def _told(problems: Sequence[ConfigIssue]) -> tuple[str, str]:
-    """The first one's knob, and a line for each of them."""
-    first, *others = problems
+def _join_issues(issues: Sequence[ConfigIssue]) -> tuple[str, str]:
+    """Return the knob of the first issue, and a text with a line for each issue."""
+    first, *others = issues
     return first.knob, "\n".join([first.message, *(f"{knob}: {text}" for knob, text in others)])
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """``; did you mean x?`` if a known word is close, else nothing."""
+    """Return ``; did you mean x?`` if a known word is similar, else an empty text."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _problems(detail: ErrorDetails, names: list[str]) -> Iterator[ConfigIssue]:
+def _convert_detail(detail: ErrorDetails, names: list[str]) -> Iterator[ConfigIssue]:
     where = [str(part) for part in detail["loc"]]
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, ContradictorySettings):
-        for knob, message in cause.problems:
+        for knob, message in cause.issues:
             yield ConfigIssue(".".join([*where, knob]), message)
     elif detail["type"] == "extra_forbidden":
         hint = suggest(where[-1], names)
@@ -138,23 +151,16 @@ def _problems(detail: ErrorDetails, names: list[str]) -> Iterator[ConfigIssue]:
 
 
 def describe_issue(detail: ErrorDetails) -> str:
-    """What pydantic found, in our words, with what was given instead."""
+    """Return what pydantic found in our words, with the given value."""
     context: dict[str, Any] = {**detail.get("ctx", {})}
-    expected = _choices(str(context.get("expected", "")))
-    words = _WORDS.get(detail["type"])
-    if words is None:
+    # pydantic has `'a', 'b' or <Letter.C: 'c'>`; a message has `a, b, c`.
+    choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
+    message = _MESSAGES.get(detail["type"])
+    if message is None:
         return detail["msg"][:1].lower() + detail["msg"][1:]
     if detail["type"] == "missing":
-        return words
-    hint = suggest(str(detail["input"]), expected.split(", ")) if expected else ""
-    return f"{words.format(**{**context, 'expected': expected})}, not {_shown(detail)}{hint}"
-
-
-def _choices(expected: str) -> str:
-    """``'a', 'b' or <Letter.C: 'c'>`` as ``a, b, c``."""
-    return ", ".join(re.findall(r"'([^']*)'", expected))
-
-
-def _shown(detail: ErrorDetails) -> str:
-    text = repr(detail["input"])
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        return message
+    hint = suggest(str(detail["input"]), choices)
+    given = repr(detail["input"])
+    given = given if len(given) <= 80 else f"{given[:77]}..."
+    return f"{message.format(**{**context, 'expected': ', '.join(choices)})}, not {given}{hint}"

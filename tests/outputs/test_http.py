@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from tests.certificates import Certificates
 from tests.outputs.web_blocks import deliver, make_events, make_output, set_column
 from tests.outputs.web_servers import Reply, Server, run_server
-from turnlane.config import loads, shown
+from turnlane.config import get_visible_settings, loads
 from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater
 from turnlane.outputs.http_requests import RequestOutput
 
@@ -313,7 +313,7 @@ def test_settings_show_the_source_of_a_secret_and_not_its_value() -> None:
             output: {type: http, url: 'http://h', auth: {token_env: SHOP_TOKEN},
                      headers: {Authorization: correct horse, X-Api-Key: battery}}
     """
-    found = json.dumps(shown(loads(text, environment={"SHOP_TOKEN": SECRET})))
+    found = json.dumps(get_visible_settings(loads(text, environment={"SHOP_TOKEN": SECRET})))
     assert "SHOP_TOKEN" in found
     assert SECRET not in found
     assert "correct horse" not in found

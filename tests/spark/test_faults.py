@@ -165,7 +165,7 @@ def test_invalid_filter_is_reported_with_its_place_in_the_file(
     assert settings is not None
     with pytest.raises(ConfigError) as caught:
         Pipeline(settings, {"endpoint": "turnlane://127.0.0.1:1"}, spark, tmp_path).start()
-    assert str(config.placed(caught.value)).startswith(message)
+    assert str(config.locate(caught.value)).startswith(message)
 
 
 # ── checkpoints ──

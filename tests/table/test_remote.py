@@ -28,7 +28,7 @@ from tests.table.sharded_fixture import ShardedFixture, open_sqlite_shards, sqli
 from turnlane import table
 from turnlane.client import Client
 from turnlane.client.table import RemoteReceiver
-from turnlane.config import Config, ConfigFaults, loads
+from turnlane.config import Config, ConfigFileError, loads
 from turnlane.delivery.destination import SendReport
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import LeadLost, NoSuchQueue, NotAllowed
@@ -608,5 +608,5 @@ def read_values(text: str, metric: str) -> list[float]:
     ],
 )
 def test_tables_section_is_validated(section: str, wrong: str) -> None:
-    with pytest.raises(ConfigFaults, match=wrong):
+    with pytest.raises(ConfigFileError, match=wrong):
         loads(f"node: {{data: /tmp/x}}\ntables:\n  mails: {section}\n")

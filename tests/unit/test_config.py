@@ -16,8 +16,8 @@ from pydantic import Field, SecretStr, ValidationError
 
 from scripts import config_schema
 from tests.acceptance.test_docs import blocks_of
-from turnlane.config import Config, ConfigFaults, json_schema, load, loads
-from turnlane.config.document import parse, substituted
+from turnlane.config import Config, ConfigFileError, json_schema, load, loads
+from turnlane.config.document import parse, substitute_variables
 from turnlane.errors import ConfigError
 from turnlane.inputs import api
 from turnlane.inputs.api import Input, InputSettings
@@ -58,7 +58,7 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def faults_of(text: str, **environment: str) -> list[str]:
-    with pytest.raises(ConfigFaults) as caught:
+    with pytest.raises(ConfigFileError) as caught:
         loads(text, "c.yaml", environment)
     return str(caught.value).splitlines()
 
@@ -185,7 +185,7 @@ paths: {}
         ("", "c.yaml:1:1: node: is required"),
         ("node:", "c.yaml:1:1: node: must be a mapping, not None"),
         ("node: {}", "c.yaml:1:1: node.data: is required"),
-        ("- node", "c.yaml:1:1: this is not a mapping of settings, such as node: {data: …}"),
+        ("- node", "c.yaml:1:1: this is not a mapping with settings, such as node: {data: …}"),
         ("node: {data: d}\nqueues: []", "c.yaml:2:9: queues: must be a mapping, not a list"),
         ("node: {data: d}\nqueues: {q: 5}", "c.yaml:2:13: queues.q: must be a mapping, not 5"),
         ("node: {data: d}\ninputs: {}", "c.yaml:2:9: inputs: must be a list, not a mapping"),
@@ -290,7 +290,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load(tmp_path / "none.yaml")
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"node:\n  data: \xff\n")
-    with pytest.raises(ConfigFaults, match=r"latin\.yaml:2:9: this is not UTF-8"):
+    with pytest.raises(ConfigFileError, match=r"latin\.yaml:2:9: this is not UTF-8"):
         load(latin)
 
 
@@ -312,7 +312,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_variables_are_filled_in(text: str, value: str) -> None:
-    assert substituted(text, {"A": "1", "EMPTY": ""}) == value
+    assert substitute_variables(text, {"A": "1", "EMPTY": ""}) == value
 
 
 def test_a_variable_fits_whatever_type_is_wanted() -> None:
@@ -347,9 +347,9 @@ def test_a_variable_never_changes_the_structure() -> None:
     [
         ("${NONE}", "variable NONE is not set; set it, or write ${NONE:-default}"),
         ("${NONE:?where to?}", "variable NONE is not set: where to?"),
-        ("${NONE", "a variable is not written so; "),
-        ("${A:-${B}}", "a variable is not written so; "),
-        ("${1}", "a variable is not written so; "),
+        ("${NONE", "this variable is malformed; "),
+        ("${A:-${B}}", "this variable is malformed; "),
+        ("${1}", "this variable is malformed; "),
     ],
 )
 def test_a_missing_variable_is_pointed_at(written: str, message: str) -> None:
@@ -387,10 +387,10 @@ SECRET = "hunter2-very-secret"
     ],
 )
 def test_no_fault_tells_a_secret(text: str) -> None:
-    with pytest.raises(ConfigFaults) as caught:
+    with pytest.raises(ConfigFileError) as caught:
         loads(text, "c.yaml", {"S": SECRET})
-    assert caught.value.faults
-    assert SECRET not in f"{caught.value!s}{caught.value!r}{caught.value.faults}"
+    assert caught.value.issues
+    assert SECRET not in f"{caught.value!s}{caught.value!r}{caught.value.issues}"
     assert SECRET not in str(caught.value.__cause__)
 
 
@@ -426,7 +426,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 
 
 def loads_or_faults(text: str) -> None:
-    with contextlib.suppress(ConfigFaults):
+    with contextlib.suppress(ConfigFileError):
         assert isinstance(loads(text, "c.yaml", {"A": "1"}), Config)
 
 

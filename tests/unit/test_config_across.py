@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from turnlane.config import ConfigFaults, loads
+from turnlane.config import ConfigFileError, loads
 
 
 def faults_of(text: str) -> list[str]:
     try:
         loads(text, "c.yaml", {})
-    except ConfigFaults as faults:
+    except ConfigFileError as faults:
         return str(faults).splitlines()
     return []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnlane.config import ConfigFaults, loads
+from turnlane.config import ConfigFileError, loads
 from turnlane.pipeline.settings import PipelineSettings
 
 OTHER = "queue: disk, output: {type: file, path: out}"
@@ -19,7 +19,7 @@ def config(*actions: str, queues: str = "{plain: }") -> str:
 
 
 def faults_of(text: str) -> list[str]:
-    with pytest.raises(ConfigFaults) as caught:
+    with pytest.raises(ConfigFileError) as caught:
         loads(text, "c.yaml", {})
     return str(caught.value).splitlines()
 
@@ -39,7 +39,7 @@ def pipeline_of(text: str) -> PipelineSettings:
         ("j", "the lane of action 'j' reads this queue"),
         ("other.dead", "dead letters wait here"),
         ("asks", "the lane of action 'asks' reads this queue"),
-        ("events", "SQL knows the action's own events by this name"),
+        ("events", "SQL has the action's own events under this name"),
     ],
 )
 def test_a_join_takes_nothing_that_somebody_else_reads(name: str, why: str) -> None:
@@ -62,7 +62,7 @@ def test_unparsed_events_wait_for_somebody_to_look_at_them() -> None:
 def test_two_joins_would_take_each_others_events() -> None:
     again = JOIN.replace("name: j", "name: k") % "plain"
     (fault,) = faults_of(config(JOIN % "plain", again))
-    assert "actions[1].with_queues[0]: action 'j' joins with this queue already" in fault
+    assert "actions[1].with_queues[0]: action 'j' joins with it already" in fault
     (fault,) = faults_of(config(JOIN % "plain, Plain", queues="{plain: , Plain: }"))
     assert "actions[0].with_queues[1]: is there twice" in fault
 

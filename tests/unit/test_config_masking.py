@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from turnlane.config import loads, shown
+from turnlane.config import get_visible_settings, loads
 from turnlane.config.validation import MASK
 
 SECRET = "hunter2"
@@ -30,7 +30,7 @@ def output(settings: str) -> str:
 )
 def test_what_may_be_a_secret_is_not_shown(text: str) -> None:
     config = loads(f"node: {{data: d}}\n{text}", "c.yaml", {})
-    assert SECRET not in json.dumps(shown(config))
+    assert SECRET not in json.dumps(get_visible_settings(config))
     assert SECRET not in f"{config!r}{config}"
 
 
@@ -40,7 +40,7 @@ def test_values_of_variables_are_shown_as_they_are_written() -> None:
         "c.yaml",
         {"P": SECRET},
     )
-    found = shown(config)
+    found = get_visible_settings(config)
     assert found["node"]["data"] == "d/${P}"
     assert found["actions"][0]["output"]["url"] == "https://h/${P}"
     assert config.actions[0].output.model_dump()["url"] == f"https://h/{SECRET}"
@@ -49,7 +49,9 @@ def test_values_of_variables_are_shown_as_they_are_written() -> None:
 @pytest.mark.parametrize("url", ["sqlite:///x.db", "sqlite:////tmp/a@b.db", "postgresql://me@h/db"])
 def test_the_address_of_a_database_is_shown_as_it_is(url: str) -> None:
     columns = "table: t, columns: {a: value}"
-    found = shown(loads(f"node: {{data: d}}\n{output(f'type: sql, url: {url!r}, {columns}')}"))
+    found = get_visible_settings(
+        loads(f"node: {{data: d}}\n{output(f'type: sql, url: {url!r}, {columns}')}")
+    )
     assert found["actions"][0]["output"]["url"] == url
 
 
@@ -62,12 +64,14 @@ def test_the_address_of_a_database_is_shown_as_it_is(url: str) -> None:
     ],
 )
 def test_the_password_of_an_address_is_masked_and_the_rest_is_shown(path: str, seen: str) -> None:
-    found = shown(loads(f"node: {{data: d}}\n{output(f'type: spark, format: x, path: {path!r}')}"))
+    found = get_visible_settings(
+        loads(f"node: {{data: d}}\n{output(f'type: spark, format: x, path: {path!r}')}")
+    )
     assert found["actions"][0]["output"]["path"] == seen
 
 
 def test_what_is_harmless_is_shown() -> None:
-    found = shown(
+    found = get_visible_settings(
         loads(
             "node: {data: d}\nspark: {conf: {spark.driver.memory: 2g, spark.ui.enabled: 'false'}}\n"
             + output("type: http, url: 'https://h:1/y?a', headers: {Content-Type: text/x}")

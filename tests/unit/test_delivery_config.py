@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnlane.config import ConfigFaults, loads
+from turnlane.config import ConfigFileError, loads
 from turnlane.delivery.settings import Ordering
 from turnlane.outputs.file import FileOutputSettings
 from turnlane.spark.lane_shape import build_lane_step, build_main_steps
@@ -20,7 +20,7 @@ def actions(*lines: str, more: str = "") -> str:
 
 
 def fault_of(text: str) -> str:
-    with pytest.raises(ConfigFaults) as caught:
+    with pytest.raises(ConfigFileError) as caught:
         loads(text, "c.yaml", {})
     (fault,) = str(caught.value).splitlines()
     return fault
@@ -108,11 +108,11 @@ SUSPENDED = "delivery: {only_when_suspended: true}"
         ),
         (
             [f"{{name: a, queue: disk, sql: SELECT 1, delivery: {{mode: try_direct}}, {FILE}}}"],
-            "actions[0].sql: is done in the action's lane",
+            "actions[0].sql: runs in the action's lane",
         ),
         (
             ["{name: a, queue: disk, delivery: {backoff: 1s}, output: {type: spark, format: csv}}"],
-            "actions[0].delivery: means nothing here: Spark itself",
+            "actions[0].delivery: has no effect here: Spark itself",
         ),
         (
             [f"{{name: a, {FILE}, delivery: {{failover: {{output: {SINK}}}}}}}"],
@@ -125,7 +125,7 @@ SUSPENDED = "delivery: {only_when_suspended: true}"
         ),
         (
             [f"{{name: a, {FILE}}}", f"{{name: a.dead, queue: disk, {FILE}}}"],
-            "actions[1].name: dead letters of others are called so",
+            "actions[1].name: a queue of dead letters has this name; choose another one",
         ),
     ],
 )

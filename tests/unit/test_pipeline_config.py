@@ -14,9 +14,9 @@ from scripts import config_schema
 from tests.acceptance.test_docs import blocks_of
 from turnlane.cli.app import app
 from turnlane.cli.pipeline_tools import example
-from turnlane.config import Config, ConfigFaults, load, load_cases, loads, shown
-from turnlane.config.document import dotted, parse, undotted
-from turnlane.config.settings import of_the_file
+from turnlane.config import Config, ConfigFileError, get_visible_settings, load, load_cases, loads
+from turnlane.config.document import format_path, parse, parse_path
+from turnlane.config.settings import convert_option_error
 from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import Format
 from turnlane.outputs.file import FileOutputSettings
@@ -36,7 +36,7 @@ def actions(*lines: str, more: str = "") -> str:
 
 
 def faults_of(text: str) -> list[str]:
-    with pytest.raises(ConfigFaults) as caught:
+    with pytest.raises(ConfigFileError) as caught:
         loads(text, "c.yaml", {})
     return str(caught.value).splitlines()
 
@@ -145,14 +145,17 @@ def test_an_output_has_the_settings_of_its_type() -> None:
         (f"{{name: a, queue: dsik, {FILE}}}", "3:22: actions[0].queue: must be one of"),
         (f"{{name: a, queue: {{kind: proxy}}, {FILE}}}", "3:29: actions[0].queue.kind: an action"),
         (f"{{name: a, queue: {{path: x}}, {FILE}}}", "3:23: actions[0].queue.path: a node keeps"),
-        (f"{{name: a, queue: {{name: x}}, {FILE}}}", "actions[0].queue.name: the queue is called"),
+        (
+            f"{{name: a, queue: {{name: x}}, {FILE}}}",
+            "actions[0].queue.name: the queue has the name",
+        ),
         (f"{{name: a, queue: {{kind: memory, durability: always}}, {FILE}}}", "durability: means"),
         (f"{{name: main, {FILE}}}", "3:12: actions[0].name: main is the main queue"),
         (f"{{name: taken, queue: disk, {FILE}}}", "3:12: actions[0].name: queues has a queue 'ta"),
         (f"{{name: a, sql: SELECT 1, {FILE}}}", "3:15: actions[0].sql: needs a lane of its own"),
         (f"{{name: a, transform: 'm:f', {FILE}}}", "3:15: actions[0].transform: needs a lane"),
-        (f"{{name: a, lane: {{max_events: 1}}, {FILE}}}", "actions[0].lane: means nothing without"),
-        (f"{{name: a, queue: disk, watermark: 1m, {FILE}}}", "watermark: means nothing without sq"),
+        (f"{{name: a, lane: {{max_events: 1}}, {FILE}}}", "actions[0].lane: has no effect without"),
+        (f"{{name: a, queue: disk, watermark: 1m, {FILE}}}", "watermark: has no effect without sq"),
         (f"{{name: a, queue: disk, transform: f, {FILE}}}", "transform: is module:function, such"),
         ("{name: a, output: {type: spark, format: csv}}", "3:30: actions[0].output.type: Spark wr"),
         (
@@ -174,27 +177,27 @@ QUEUE = "type: queue, endpoint: 'turnlane://a:1', queue: q, producer: shop"
 @pytest.mark.parametrize(
     ("action", "fault"),
     [
-        (f"{{name: a, output: {{{SQL}}}}}", "output.exactly_once: notes which offsets"),
+        (f"{{name: a, output: {{{SQL}}}}}", "output.exactly_once: records which offsets"),
         (
             f"{{name: a, queue: disk, sql: SELECT 1, output: {{{SQL}}}}}",
-            "output.exactly_once: is for events",
+            "output.exactly_once: needs events",
         ),
         (
             f"{{name: a, queue: disk, delivery: {{mode: try_direct}}, output: {{{SQL}}}}}",
-            "output.exactly_once: knows events by their place, and with delivery.mode try_direct",
+            "output.exactly_once: identifies events by their queue and offset, and with delivery.mode try_direct",
         ),
-        (f"{{name: a, queue: disk, output: {{{QUEUE}}}}}", "output.producer: has the node there"),
+        (f"{{name: a, queue: disk, output: {{{QUEUE}}}}}", "output.producer: lets the other node"),
         (
             f"{{name: a, queue: disk, delivery: {{ordering: key}}, output: {{{QUEUE}}}}}",
-            "output.producer: has the node there drop what comes out of order",
+            "output.producer: lets the other node drop events that come out of order",
         ),
         (
             f"{{name: a, queue: disk, delivery: {{failover: {{output: {{{QUEUE}}}}}}}, {FILE}}}",
-            "delivery.failover.output.producer: has the node there drop what comes out of order",
+            "delivery.failover.output.producer: lets the other node drop events that come out of order",
         ),
         (
             f"{{name: a, delivery: {{failover: {{output: {{{SQL}}}}}}}, {FILE}}}",
-            "delivery.failover.output.exactly_once: notes which offsets",
+            "delivery.failover.output.exactly_once: records which offsets",
         ),
     ],
 )
@@ -252,13 +255,13 @@ def test_actions_may_share_what_tells_them_apart() -> None:
     ],
 )
 def test_what_is_of_another_shape_is_a_fault_like_any_other(action: str) -> None:
-    with pytest.raises(ConfigFaults):
+    with pytest.raises(ConfigFileError):
         loads(actions(action))
 
 
 @pytest.mark.parametrize("kind", ["[]", "{}"])
 def test_so_is_a_queue_of_another_shape(kind: str) -> None:
-    with pytest.raises(ConfigFaults):
+    with pytest.raises(ConfigFileError):
         loads(f"node: {{data: d}}\nqueues: {{main: {{kind: {kind}}}}}")
 
 
@@ -285,7 +288,7 @@ def test_only_one_input_reads_the_standard_input() -> None:
 def test_what_only_a_pipeline_has_is_refused_without_one(section: str) -> None:
     fault = only_fault_of(f"node: {{data: d}}\n{section}")
     assert fault.startswith("c.yaml:2:1: ")
-    assert fault.endswith("means nothing without actions; add some")
+    assert fault.endswith("has no effect without actions; add some")
 
 
 def test_the_main_queue_is_described_once() -> None:
@@ -313,8 +316,8 @@ def test_secrets_of_sinks_are_not_shown() -> None:
             "options: {dbtable: rows, url: 'jdbc:x?a=hush-hush', password: hush-hush}}}"
         )
     )
-    assert "hush-hush" not in json.dumps(shown(config))
-    assert '"dbtable": "rows"' in json.dumps(shown(config))
+    assert "hush-hush" not in json.dumps(get_visible_settings(config))
+    assert '"dbtable": "rows"' in json.dumps(get_visible_settings(config))
 
 
 # ── what is found later ──────────────────────────────────────────────────────────────────────────
@@ -322,22 +325,22 @@ def test_secrets_of_sinks_are_not_shown() -> None:
 
 def test_what_spark_finds_wrong_has_its_place() -> None:
     config = loads(actions("name: a\n    filter: severty < 3\n    " + FILE), "c.yaml")
-    placed = config.placed(ConfigError("actions[0].filter", "no such column"))
+    placed = config.locate(ConfigError("actions[0].filter", "no such column"))
     assert str(placed) == "c.yaml:4:13: actions[0].filter: no such column"
-    assert isinstance(placed, ConfigFaults)
-    nowhere = config.placed(ConfigError("parse", "wrong"))
+    assert isinstance(placed, ConfigFileError)
+    nowhere = config.locate(ConfigError("parse", "wrong"))
     assert str(nowhere) == "c.yaml:1:1: parse: wrong"
 
 
 def test_settings_without_a_file_have_no_place() -> None:
     config = Config.model_validate({"node": {"data": "d"}})
     error = ConfigError("parse", "wrong")
-    assert config.placed(error) is error
+    assert config.locate(error) is error
 
 
 @pytest.mark.parametrize("path", [(), ("a",), ("actions", 1, "filter"), ("x", 0, 1)])
-def test_a_dotted_path_can_be_taken_apart(path: tuple[str | int, ...]) -> None:
-    assert undotted(dotted(path)) == path
+def test_a_format_path_path_can_be_taken_apart(path: tuple[str | int, ...]) -> None:
+    assert parse_path(format_path(path)) == path
 
 
 # ── cases ────────────────────────────────────────────────────────────────────────────────────────
@@ -379,7 +382,7 @@ def test_wrong_cases_are_told_with_their_place(
     assert any(fault in each for each in faults_of(with_cases(broken)))
     file = tmp_path / "cases.yaml"
     file.write_text(broken)
-    with pytest.raises(ConfigFaults) as caught:
+    with pytest.raises(ConfigFileError) as caught:
         load_cases(file, loads(with_cases()))
     assert f"{file}:" in str(caught.value)
     assert fault in str(caught.value)
@@ -387,7 +390,7 @@ def test_wrong_cases_are_told_with_their_place(
 
 def test_nothing_is_expected_of_what_is_discarded() -> None:
     discards = actions("{name: a, output: {type: discard}}", more=CASES)
-    assert "tests[0].expect.a: what is discarded goes nowhere" in "".join(faults_of(discards))
+    assert "tests[0].expect.a: this action discards its events" in "".join(faults_of(discards))
 
 
 # ── schema, example, commands ────────────────────────────────────────────────────────────────────
@@ -518,10 +521,12 @@ def test_nodes_that_are_none_are_told_before_spark_is_started(
 def test_what_lanes_find_wrong_with_their_nodes_is_told_by_its_name_in_the_file() -> None:
     """Spark's options have other names."""
     text = actions(f"{{name: a, {FILE}}}", more="nodes: {token_file: gone}\n")
-    error = of_the_file(ConfigError("tokenFile", "gone: no such file"))
-    told = loads(text, "c.yaml").placed(error)
+    error = convert_option_error(ConfigError("tokenFile", "gone: no such file"))
+    told = loads(text, "c.yaml").locate(error)
     assert str(told) == "c.yaml:4:21: nodes.token_file: gone: no such file"
-    assert str(of_the_file(ConfigError("actions[0].filter", "no"))) == "actions[0].filter: no"
+    assert (
+        str(convert_option_error(ConfigError("actions[0].filter", "no"))) == "actions[0].filter: no"
+    )
 
 
 def test_a_missing_java_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,13 +555,18 @@ def test_a_missing_spark_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.M
 def test_no_action_is_called_as_the_second_output_of_another_is() -> None:
     """They would have one breaker."""
     fault = only_fault_of(actions(f"{{name: a, {FILE}}}", f"{{name: a.failover, {FILE}}}"))
-    assert fault.endswith("actions[1].name: the second output of another action is called so")
+    assert fault.endswith(
+        "actions[1].name: the second output of another action has this name; choose another one"
+    )
 
 
 @pytest.mark.parametrize("more", ["", "parse: {format: json, on_error: dead}\n"])
 def test_no_action_is_called_as_the_dead_letters_of_parsing_are(more: str) -> None:
     fault = only_fault_of(actions(f"{{name: main.dead, queue: disk, {FILE}}}", more=more))
-    assert fault == "c.yaml:3:12: actions[0].name: dead letters of others are called so"
+    assert (
+        fault
+        == "c.yaml:3:12: actions[0].name: a queue of dead letters has this name; choose another one"
+    )
 
 
 def test_checkpoints_are_in_a_directory() -> None:

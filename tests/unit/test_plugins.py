@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from turnlane.config import ConfigFaults, json_schema, loads
+from turnlane.config import ConfigFileError, json_schema, loads
 from turnlane.errors import ConfigError
 from turnlane.inputs import api as inputs
 from turnlane.outputs import api as outputs
@@ -49,7 +49,7 @@ def test_own_output_is_named_by_module_and_class() -> None:
 
 
 def test_settings_of_an_own_output_are_checked() -> None:
-    with pytest.raises(ConfigFaults, match=r"f:4:\d+: actions\[0\]\.output\.volum: .*volume"):
+    with pytest.raises(ConfigFileError, match=r"f:4:\d+: actions\[0\]\.output\.volum: .*volume"):
         settings_of("{type: 'own_plugin_of_tests:Shout', volum: 3}")
 
 

@@ -58,7 +58,7 @@ def _cases(settings: Config, files: list[Path]) -> list[Case]:
         wanted = [case for file in files for case in load_cases(file, settings)]
         wanted = wanted if files else list(settings.tests)
         if not wanted:
-            raise settings.placed(ConfigError("tests", "there are no cases to try"))
+            raise settings.locate(ConfigError("tests", "there are no cases to try"))
     return wanted
 
 
@@ -137,15 +137,15 @@ def graph(
 
 def topology_of(config: Config) -> Topology:
     """The topology to draw. Raises ``ConfigError`` if the configuration has no pipeline."""
-    from turnlane.config import shown
+    from turnlane.config import get_visible_settings
     from turnlane.pipeline.graph import InputSummary, Topology
 
     pipeline = config.pipeline()
     if pipeline is None:
-        raise config.placed(ConfigError("actions", "there are none, so there is nothing to draw"))
+        raise config.locate(ConfigError("actions", "there are none, so there is nothing to draw"))
     inputs = tuple(InputSummary(each.label, _where(each), each.queue) for each in config.inputs)
     kinds = {name: str(knobs.get("kind", "disk")) for name, knobs in config.knobs().items()}
-    actions = tuple(map(_as_shown, pipeline.actions, shown(config)["actions"]))
+    actions = tuple(map(_as_shown, pipeline.actions, get_visible_settings(config)["actions"]))
     return Topology(inputs, pipeline.model_copy(update={"actions": actions}), kinds)
 
 

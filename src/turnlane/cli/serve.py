@@ -55,7 +55,7 @@ def check_outputs(config: Config) -> int:
     for (place, _), problem in zip(outputs, problems, strict=True):
         if problem is not None:
             failed = True
-            typer.echo(str(config.placed(ConfigError(place, problem))), err=True)
+            typer.echo(str(config.locate(ConfigError(place, problem))), err=True)
     if failed:
         raise typer.Exit(ExitCode.FAILED)
     return len(outputs)
@@ -168,7 +168,7 @@ def validate(
 
     With --connect, destinations that cannot be used are listed alike; then the exit code is 1.
     """
-    from turnlane.config import cross_checks, shown
+    from turnlane.config import find_warnings, get_visible_settings
     from turnlane.service import check
 
     settings = loaded(config)
@@ -178,10 +178,10 @@ def validate(
     if with_spark:
         _check_with_spark(config, settings)
     answered = check_outputs(settings) if connect else None
-    for caution in cross_checks.cautions(settings):
-        console.warn(f"warning: {caution}")
+    for warning in find_warnings(settings):
+        console.warn(f"warning: {warning}")
     if show:
-        console.say(json.dumps(shown(settings), indent=2, ensure_ascii=False))
+        console.say(json.dumps(get_visible_settings(settings), indent=2, ensure_ascii=False))
     else:
         console.say(f"{config}: ok, {', '.join(_counted(settings, answered))}")
 
@@ -251,10 +251,10 @@ def _handed_over(descriptor: int) -> str:
 
 def written(path: Path) -> str:
     """What a configuration says, for :func:`loaded`."""
-    from turnlane.config import text_of
+    from turnlane.config import read_text
 
     with faults_printed():
-        return text_of(path)
+        return read_text(path)
 
 
 def loaded(path: Path, text: str | None = None) -> Config:
@@ -281,13 +281,13 @@ def piped(config: Config) -> PipelineSettings:
 @contextlib.contextmanager
 def faults_printed(config: Config | None = None) -> Iterator[None]:
     """Print the mistakes in a configuration, with their places, and exit."""
-    from turnlane.config import ConfigFaults
+    from turnlane.config import ConfigFileError
 
     try:
         yield
     except ConfigError as error:
-        placed = error if config is None else config.placed(error)
-        if not isinstance(placed, ConfigFaults):
+        placed = error if config is None else config.locate(error)
+        if not isinstance(placed, ConfigFileError):
             raise
         typer.echo(str(placed), err=True)
         raise typer.Exit(ExitCode.CONFIG) from None

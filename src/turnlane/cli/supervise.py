@@ -180,7 +180,7 @@ class Operation:
         return str(self._node.ready["flight"])
 
     def _start_lanes(self, plan: PipelinePlan) -> None:
-        from turnlane.config.settings import of_the_file
+        from turnlane.config.settings import convert_option_error
         from turnlane.spark.pipeline import PipelineRunner
 
         session = self._opening.session()
@@ -194,7 +194,7 @@ class Operation:
             self._again_at = time.monotonic() + AGAIN_SECONDS
             self._report("waiting", f"lanes wait: {error}", reason=str(error))
         except ConfigError as error:
-            raise self.config.placed(of_the_file(error)) from None
+            raise self.config.locate(convert_option_error(error)) from None
         else:
             names = list(plan.settings.lane_names())
             message = f"lanes: 1 + {len(names) - 1}: {', '.join(names)}"
@@ -239,12 +239,12 @@ class Operation:
             self._report("reload", text, accepted=False, faults=faults)
 
     def _take(self, config: Config) -> None:
-        from turnlane.config.settings import of_the_file
+        from turnlane.config.settings import convert_option_error
         from turnlane.spark.transforms import find_changed_modules, reload_changed_modules
 
         assert self._runner is not None
         if config.pipeline() is None:
-            raise config.placed(ConfigError("actions", "there are none any more"))
+            raise config.locate(ConfigError("actions", "there are none any more"))
         plan = self._plan(config)
         if plan is None:
             raise RetryLater("the node is not ready")
@@ -254,7 +254,7 @@ class Operation:
                 with reload_changed_modules():
                     self._runner.start(plan)
         except ConfigError as error:
-            raise config.placed(of_the_file(error)) from None
+            raise config.locate(convert_option_error(error)) from None
         late = list(
             needs_restart(self._begun_with, config, self._made, on_cluster=self._on_cluster)
         )

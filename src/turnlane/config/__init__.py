@@ -6,46 +6,44 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from turnlane.config.cross_checks import cautions
-from turnlane.config.document import ConfigFaults, Fault, Place, parse
+from turnlane.config.cross_checks import find_warnings
+from turnlane.config.document import ConfigFileError, FilePosition, LocatedIssue, parse
 from turnlane.config.schema import json_schema
 from turnlane.config.settings import Config
-from turnlane.config.validation import shown, validated, validated_cases
+from turnlane.config.validation import get_visible_settings, validate, validate_cases
 from turnlane.errors import ConfigError
 from turnlane.pipeline.cases import Case
 
 __all__ = [
     "Config",
-    "ConfigFaults",
-    "Fault",
-    "Place",
-    "cautions",
+    "ConfigFileError",
+    "find_warnings",
+    "get_visible_settings",
     "json_schema",
     "load",
     "load_cases",
     "loads",
-    "shown",
-    "text_of",
+    "read_text",
 ]
 
 
 def load(path: Path, environment: Mapping[str, str] | None = None) -> Config:
-    """The settings in a file. Raises ``ConfigError``; ``ConfigFaults`` if it can be read at all."""
-    return loads(text_of(path), str(path), environment)
+    """Return the settings in a file. Raises ``ConfigError``, mostly ``ConfigFileError``."""
+    return loads(read_text(path), str(path), environment)
 
 
 def loads(text: str, file: str = "<text>", environment: Mapping[str, str] | None = None) -> Config:
-    """The settings in a text; ``file`` is what faults call it. Raises ``ConfigFaults``."""
-    return validated(parse(text, file, os.environ if environment is None else environment))
+    """Return the settings in a text, called ``file`` in messages. Raises ``ConfigFileError``."""
+    return validate(parse(text, file, os.environ if environment is None else environment))
 
 
 def load_cases(path: Path, config: Config) -> tuple[Case, ...]:
-    """The cases in a file of their own, for a configuration. Raises as :func:`load` does."""
-    return validated_cases(parse(text_of(path), str(path), os.environ), config)
+    """Return the cases in a file, for a configuration. Raises like :func:`load`."""
+    return validate_cases(parse(read_text(path), str(path), os.environ), config)
 
 
-def text_of(path: Path) -> str:
-    """What a file says, for :func:`loads`. Raises as :func:`load` does."""
+def read_text(path: Path) -> str:
+    """Return the text of a file, for :func:`loads`. Raises like :func:`load`."""
     try:
         contents = path.read_bytes()
     except OSError as error:
@@ -54,6 +52,6 @@ def text_of(path: Path) -> str:
         return contents.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = contents[: error.start]
-        line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
-        message = "this is not UTF-8; save the file as that"
-        raise ConfigFaults(str(path), [Fault(Place(line, column), "", message)]) from None
+        position = FilePosition(before.count(b"\n") + 1, error.start - before.rfind(b"\n"))
+        issue = LocatedIssue(position, "", "this is not UTF-8; save the file as that")
+        raise ConfigFileError(str(path), [issue]) from None

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from turnlane.config.cross_checks import KINDS
-from turnlane.config.settings import INPUTS, OUTPUTS, Config, Plugged
+from turnlane.config.settings import INPUTS, OUTPUTS, Config, PluginSettings
 from turnlane.queues.settings import Kind
 
 Schema = dict[str, Any]
@@ -70,12 +70,16 @@ def _or(place: Schema, *others: Schema) -> None:
     place["anyOf"] = [{"$ref": place.pop("$ref")}, *others]
 
 
-def _any_of(plugged: Plugged, noun: str, kinds: Iterable[str], definitions: Schema) -> Schema:
+def _any_of(
+    plugins: PluginSettings, noun: str, kinds: Iterable[str], definitions: Schema
+) -> Schema:
     """One alternative for each type of plugin, told apart by ``type``."""
     choices = []
     for kind in kinds:
         # Names of its own: two plugins may call different things the same.
-        settings = plugged.model(kind).model_json_schema(ref_template=f"#/$defs/{kind}_{{model}}")
+        settings = plugins.get_model(kind).model_json_schema(
+            ref_template=f"#/$defs/{kind}_{{model}}"
+        )
         inner = settings.pop("$defs", {})
         definitions.update({f"{kind}_{name}": schema for name, schema in inner.items()})
         settings["properties"]["type"] = {"const": kind, "description": f"Which {noun} this is."}

@@ -1,7 +1,7 @@
-"""What a configuration says, section by section, checked, complete and unchangeable.
+"""The settings of a configuration, section by section: checked, complete and frozen.
 
-A section is a field of :class:`Config`; a new field gets places, hints, substitution, schema
-and hidden secrets without doing anything for them.
+A section is a field of :class:`Config`. A new field needs nothing more: positions, suggestions,
+variables, the schema and hidden secrets work for every field.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Annotated, Any, Final, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     PlainValidator,
     PrivateAttr,
@@ -30,7 +29,7 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticKnownError
 
 from turnlane.client.address import NodeUrl
-from turnlane.config.document import ConfigFaults, Document, Fault, dotted, undotted
+from turnlane.config.document import ConfigFileError, Document, SettingIssue, parse_path
 from turnlane.delivery.settings import DeliverySettings, FailoverSettings
 from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import ParseSettings
@@ -46,7 +45,6 @@ from turnlane.pipeline.settings import (
     ActionSettings,
     FunctionName,
     LaneSettings,
-    PipelineSection,
     PipelineSettings,
     SparkSettings,
 )
@@ -59,6 +57,7 @@ from turnlane.validation import (
     ConfigIssue,
     ConfigIssues,
     ContradictorySettings,
+    SettingsModel,
     get_issues,
     get_message,
 )
@@ -74,7 +73,7 @@ def _endpoint(url: str) -> str:
     return url
 
 
-class NodesSettings(PipelineSection):
+class NodesSettings(SettingsModel):
     """How the pipeline reaches its nodes."""
 
     endpoint: Annotated[str, AfterValidator(_endpoint)] | None = Field(
@@ -95,8 +94,8 @@ class NodesSettings(PipelineSection):
         if (self.tls_cert is None) != (self.tls_key is None):
             both = ("tls_cert", "tls_key")
             given, other = both if self.tls_key is None else reversed(both)
-            problem = ConfigIssue(given, f"and {other} belong together: give both or neither")
-            raise ContradictorySettings([problem])
+            issue = ConfigIssue(given, f"and {other} belong together: give both or neither")
+            raise ContradictorySettings([issue])
         return self
 
     def access(self) -> dict[str, str]:
@@ -122,39 +121,41 @@ class NodesSettings(PipelineSection):
         return token
 
 
-def of_the_file(error: ConfigError) -> ConfigError:
-    """Mistakes in options of ``format("turnlane")``, by the settings that they came from."""
+def convert_option_error(error: ConfigError) -> ConfigError:
+    """Return an error in options of ``format("turnlane")`` with the names of the settings."""
     knobs = {to_camel(name): f"{SECTION}.{name}" for name in NodesSettings.model_fields}
-    problems = [each._replace(knob=knobs.get(each.knob, each.knob)) for each in get_issues(error)]
-    return ConfigIssues(problems)
+    return ConfigIssues(
+        [each._replace(knob=knobs.get(each.knob, each.knob)) for each in get_issues(error)]
+    )
 
 
-# ── plugged ──
-# Settings whose model comes from a plugin, which their ``type`` selects.
+# ── plug-ins ──
 
 
 @dataclass(frozen=True, slots=True)
-class Plugged:
-    """Stands in an annotation: it validates, and it tells hints and schema which models there are.
+class PluginSettings:
+    """Stands in an annotation of settings whose ``type`` selects the model of a plug-in.
 
-    ``Annotated[InputSettings, PlainValidator(INPUTS.validated), INPUTS]``
+    It validates the settings, and it tells suggestions and the schema which models exist:
+    ``Annotated[InputSettings, PlainValidator(INPUTS.validate), INPUTS]``. A discriminated union of
+    pydantic would need all models, and so import every plug-in with its libraries at each start.
     """
 
     registry: ModuleType
     """Has ``types()``, and ``load(type)``, whose ``settings_type`` is the model."""
 
     def types(self) -> list[str]:
-        """The types that are installed."""
+        """Return the types that are installed."""
         found: list[str] = self.registry.types()
         return found
 
-    def model(self, kind: str) -> type[BaseModel]:
-        """The settings' model of a type. Raises ``ConfigError``."""
+    def get_model(self, kind: str) -> type[BaseModel]:
+        """Return the model of a type. Raises ``ConfigError``."""
         found: type[BaseModel] = self.registry.load(kind).settings_type
         return found
 
-    def validated(self, value: object) -> BaseModel:
-        """The settings, checked by the model of their type."""
+    def validate(self, value: object) -> BaseModel:
+        """Return the settings, checked by the model of their type."""
         if isinstance(value, BaseModel):
             return value
         if not isinstance(value, dict):
@@ -164,15 +165,15 @@ class Plugged:
             there = ", ".join(self.types())
             raise ContradictorySettings([ConfigIssue("type", f"is required; there are: {there}")])
         try:
-            model = self.model(str(kind))
+            model = self.get_model(str(kind))
         except ConfigError as error:
             raise ContradictorySettings([ConfigIssue("type", get_message(error))]) from None
         return model.model_validate(value)
 
-    def model_of(self, value: object) -> type[BaseModel] | None:
-        """The model for these plain values; ``None`` if they do not say which."""
+    def find_model(self, value: object) -> type[BaseModel] | None:
+        """Return the model for plain values; ``None`` if they have no known type."""
         try:
-            return self.model(str(value.get("type"))) if isinstance(value, dict) else None
+            return self.get_model(str(value.get("type"))) if isinstance(value, dict) else None
         except ConfigError:
             return None
 
@@ -184,11 +185,11 @@ ANY_OUTPUT: Final = "any output"
 """Marks the place in the JSON Schema where the settings of every output type go."""
 
 
-OUTPUTS: Final = Plugged(api)
+OUTPUTS: Final = PluginSettings(api)
 
 AnyOutput = Annotated[
     SerializeAsAny[OutputSettings],
-    PlainValidator(OUTPUTS.validated),
+    PlainValidator(OUTPUTS.validate),
     WithJsonSchema({"type": "object", "title": ANY_OUTPUT}),
     OUTPUTS,
 ]
@@ -250,14 +251,6 @@ ANY_INPUT: Final = "any input"
 """Marks the place in the JSON Schema where the settings of every input type go."""
 
 
-class Section(BaseModel):
-    """A part of the configuration."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
-    )
-
-
 class FlightSettings(FlightLimits):
     """The Arrow Flight plane."""
 
@@ -275,7 +268,7 @@ class HttpSettings(WebSettings):
     listen: Address = Field(default=HTTP, description="Where it listens.")
 
 
-class NodeSettings(Section):
+class NodeSettings(SettingsModel):
     """The node: where its data is, and how it is reached."""
 
     data: Path = Field(
@@ -305,12 +298,12 @@ class NodeSettings(Section):
                 tls = settings.tls or self.tls
                 # Past the freeze: no other code has this object yet.
                 self.__dict__[plane] = settings.model_copy(update={"tls": tls})
-        problems = [*self._exposed(), *self._tokens_twice()]
-        if problems:
-            raise ContradictorySettings(problems)
+        issues = [*self._check_exposure(), *self._check_token_names()]
+        if issues:
+            raise ContradictorySettings(issues)
         return self
 
-    def _exposed(self) -> Iterator[ConfigIssue]:
+    def _check_exposure(self) -> Iterator[ConfigIssue]:
         for name, plane in (("flight", self.flight), ("http", self.http)):
             try:
                 if plane.enabled:
@@ -323,7 +316,7 @@ class NodeSettings(Section):
             except ConfigError as error:
                 yield from (each._replace(knob=f"{name}.listen") for each in get_issues(error))
 
-    def _tokens_twice(self) -> Iterator[ConfigIssue]:
+    def _check_token_names(self) -> Iterator[ConfigIssue]:
         counts = Counter(token.name for token in self.tokens)
         for name, count in counts.items():
             if count > 1:
@@ -332,17 +325,17 @@ class NodeSettings(Section):
                 )
 
 
-INPUTS: Final = Plugged(api_inputs)
+INPUTS: Final = PluginSettings(api_inputs)
 
 AnyInput = Annotated[
     SerializeAsAny[InputSettings],
-    PlainValidator(INPUTS.validated),
+    PlainValidator(INPUTS.validate),
     WithJsonSchema({"type": "object", "title": ANY_INPUT}),
     INPUTS,
 ]
 
 
-class Config(Section):
+class Config(SettingsModel):
     """Everything that a configuration file says."""
 
     node: NodeSettings = Field(description="The node: its data, how it is reached, who may.")
@@ -475,18 +468,17 @@ class Config(Section):
         yield "inputs", [each.name for each in self.inputs]
         yield "actions", [each.name for each in self.actions]
 
-    def placed(self, error: ConfigError) -> ConfigError:
-        """Mistakes that are found later, for example by Spark, with their places in the file.
+    def locate(self, error: ConfigError) -> ConfigError:
+        """Return an error that was found later, for example by Spark, with positions in the file.
 
-        Their knobs are dotted paths such as ``actions[1].filter``. Settings that came from no
-        file have no place: then it is the same error.
+        Its knobs are dotted paths such as ``actions[1].filter``. For settings that came from no
+        file it is the same error.
         """
-        if self._document is None or isinstance(error, ConfigFaults):
+        document = self._document
+        if document is None or isinstance(error, ConfigFileError):
             return error
-        found = [(undotted(knob), message) for knob, message in get_issues(error)]
-        place = self._document.place
-        faults = [Fault(place(path), dotted(path), message) for path, message in found]
-        return ConfigFaults(self._document.file, faults)
+        found = [SettingIssue(parse_path(knob), message) for knob, message in get_issues(error)]
+        return ConfigFileError(document.file, [document.locate(issue) for issue in found])
 
 
 def _free_name(kind: str, taken: set[str | None]) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 from typing import Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from turnlane.units import Duration, Size
+from turnlane.validation import SettingsModel
 
 
 class Ordering(enum.StrEnum):
@@ -21,13 +22,7 @@ class Ordering(enum.StrEnum):
     """All events are delivered one after another."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
-    )
-
-
-class FailoverSettings(_Section):
+class FailoverSettings(SettingsModel):
     """A second output, used while the first one is not available."""
 
     output: Any = Field(description="The second output.")
@@ -37,7 +32,7 @@ class FailoverSettings(_Section):
     )
 
 
-class DeadLetterSettings(_Section):
+class DeadLetterSettings(SettingsModel):
     """What happens to events that can never be delivered."""
 
     memory_events: int = Field(
@@ -54,7 +49,7 @@ class DeadLetterSettings(_Section):
     )
 
 
-class DeliverySettings(_Section):
+class DeliverySettings(SettingsModel):
     """How an action's events are delivered."""
 
     batch_events: int = Field(default=1000, ge=1, description="The most events in one send.")

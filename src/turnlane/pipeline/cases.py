@@ -14,8 +14,7 @@ from typing import Any, Final
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from turnlane.pipeline.settings import PipelineSection
-from turnlane.validation import suggest
+from turnlane.validation import SettingsModel, suggest
 
 CaseRow = Mapping[str, Any]
 """The columns of an event as JSON values."""
@@ -24,7 +23,7 @@ MOST_SHOWN: Final = 5
 """The most rows of an action that a difference shows."""
 
 
-class CaseEvent(PipelineSection):
+class CaseEvent(SettingsModel):
     """An input event. A bare text stands for an event with that value."""
 
     value: str | None = Field(default=None, description="The content of the event.")
@@ -44,7 +43,7 @@ class CaseEvent(PipelineSection):
         return {"value": given} if isinstance(given, str) else given
 
 
-class Case(PipelineSection):
+class Case(SettingsModel):
     """A test case: events, and what actions should get of them."""
 
     name: str = Field(description="What the case tests.")
@@ -55,7 +54,7 @@ class Case(PipelineSection):
     )
 
 
-class Cases(PipelineSection):
+class Cases(SettingsModel):
     """A file with test cases."""
 
     tests: tuple[Case, ...] = Field(description="The test cases.")

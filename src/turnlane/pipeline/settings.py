@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.queues.settings import Kind, Name, QueueSettings
 from turnlane.units import Duration
+from turnlane.validation import SettingsModel
 
 MAIN: Final = "main"
 """The name of the main queue and of the main lane."""
@@ -42,15 +43,7 @@ def _check_function_name(text: str) -> str:
 FunctionName = Annotated[str, AfterValidator(_check_function_name)]
 
 
-class PipelineSection(BaseModel):
-    """Base of the models in a pipeline's configuration: frozen, and without unknown keys."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
-    )
-
-
-class SparkSettings(PipelineSection):
+class SparkSettings(SettingsModel):
     """Settings of the Spark session."""
 
     master: str = Field(
@@ -83,7 +76,7 @@ class SparkSettings(PipelineSection):
         return place
 
 
-class LaneSettings(PipelineSection):
+class LaneSettings(SettingsModel):
     """How many events a lane reads in one batch, and with how many tasks."""
 
     max_events: int = Field(default=4_000_000, ge=1, description="The most events of a batch.")
@@ -108,7 +101,7 @@ class LaneSettings(PipelineSection):
     trigger: Duration = Field(default=0.0, description="The least time between two batches.")
 
 
-class ActionSettings(PipelineSection):
+class ActionSettings(SettingsModel):
     """An action: which events it takes, the queue in front of it, and its output."""
 
     name: Name = Field(description="The name of the action, of its queue and of its lane.")
@@ -178,7 +171,7 @@ class ActionSettings(PipelineSection):
         return None if self.output.type in (DISCARD, SPARK) else f"{self.name}.dead"
 
 
-class PipelineSettings(PipelineSection):
+class PipelineSettings(SettingsModel):
     """The settings of everything between the main queue and the outputs."""
 
     parse: Any = None

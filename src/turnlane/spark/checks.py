@@ -57,10 +57,10 @@ def check_pipeline(session: SparkSession, settings: PipelineSettings) -> frozens
     """
     issues = IssueCollector()
     stateful: set[str] = set()
-    with issues.noted():
+    with issues.collect():
         # In a session of its own: its views must not replace the views of running lanes.
         stateful |= _check_all(session.newSession(), settings, issues)
-    issues.tell()
+    issues.raise_issues()
     return frozenset(stateful)
 
 
@@ -70,7 +70,7 @@ def _check_all(
     base = make_stream(spark, make_no_events(spark).schema)
     parsed = _check_plan("parse", lambda: parse_events(base, settings.parse))
     events = _check_plan("transform", lambda: apply_transform(parsed, settings))
-    with issues.noted():
+    with issues.collect():
         _refuse_own_columns("transform", events)
         _refuse_state("transform", events)
     queued = make_stream(spark, get_queue_schema(spark, settings))
@@ -80,12 +80,12 @@ def _check_all(
     for at, action in enumerate(settings.actions):
         where = f"actions[{at}]"
         if action.filter is not None:
-            with issues.noted():
+            with issues.collect():
                 _check_plan(f"{where}.filter", partial(events.where, use_try_casts(action.filter)))
         if action.is_direct:
             _check_tables(action, where, events, issues)
             continue
-        with issues.noted():
+        with issues.collect():
             rows = _check_action(
                 action, where, queued, lambda name: queued if name in own_queues else base
             )
@@ -134,10 +134,10 @@ def _check_output(
     last = where
     if action.sql is not None or action.transform is not None:
         last = f"{where}.{'transform' if action.sql is None else 'sql'}"
-    with issues.noted():
+    with issues.collect():
         _refuse_own_columns(last, rows)
     if isinstance(action.output, QueueOutputSettings):
-        with issues.noted():
+        with issues.collect():
             try:
                 check_writable(rows.schema, needs_route=False)
             except SchemaMismatch as error:
@@ -148,7 +148,7 @@ def _check_output(
 def _check_sink(
     sink: SparkSinkSettings, where: str, rows: DataFrame, issues: IssueCollector
 ) -> None:
-    with issues.noted():
+    with issues.collect():
         try:
             can_stream_into(rows.sparkSession, sink.format)
         except ConfigError as error:
