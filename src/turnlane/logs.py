@@ -17,7 +17,7 @@ record never keeps an exception and its frames alive, another process can read i
 change of an object does not change the record. Nothing is converted or formatted if the level is
 off.
 
-``TerminalFormatter`` and ``JsonFormatter`` also format the records of other libraries, which have a
+``TerminalFormatter`` and ``JsonLineFormatter`` also format the records of other libraries, which have a
 message and no event.
 """
 
@@ -139,7 +139,7 @@ class TerminalFormatter(logging.Formatter):
         return f"{_format_time(self, record)} {record.levelname:<7} {source}{record.message}"
 
 
-class JsonFormatter(logging.Formatter):
+class JsonLineFormatter(logging.Formatter):
     """Formats a record as one JSON object on one line.
 
     Every object has ``time`` (UTC), ``level`` and ``logger``. An event adds ``event`` and

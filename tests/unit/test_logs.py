@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from turnlane.logs import EventLogger, JsonFormatter, TerminalFormatter, get_logger
+from turnlane.logs import EventLogger, JsonLineFormatter, TerminalFormatter, get_logger
 
 SOURCES = Path(__file__).parents[2] / "src" / "turnlane"
 EVENT_NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+")
@@ -204,7 +204,7 @@ def test_value_of_a_kind_becomes_its_text_and_its_json(
 ) -> None:
     log.info("a.b", value=value)
     assert records[0].getMessage() == f"a.b value={text}"
-    assert json.loads(JsonFormatter().format(records[0]))["fields"] == {"value": plain}
+    assert json.loads(JsonLineFormatter().format(records[0]))["fields"] == {"value": plain}
 
 
 def test_value_whose_text_fails_does_not_break_the_caller(
@@ -263,7 +263,7 @@ def test_exception_on_a_terminal_is_followed_by_its_traceback(
 
 
 def test_event_in_json_is_one_object_on_one_line(log: EventLogger, logger: logging.Logger) -> None:
-    stream = format_as(logger, JsonFormatter())
+    stream = format_as(logger, JsonLineFormatter())
     log.warning("disk.slow", path="a\nb", seconds=1.5)
     (line,) = stream.getvalue().splitlines()
     entry = json.loads(line)
@@ -277,7 +277,7 @@ def test_event_in_json_is_one_object_on_one_line(log: EventLogger, logger: loggi
 
 
 def test_record_of_another_library_in_json_has_a_message(logger: logging.Logger) -> None:
-    stream = format_as(logger, JsonFormatter())
+    stream = format_as(logger, JsonLineFormatter())
     logger.info("%d left", 3, extra={"event": object()})
     entry = json.loads(stream.getvalue())
     assert entry["message"] == "3 left"
@@ -287,7 +287,7 @@ def test_record_of_another_library_in_json_has_a_message(logger: logging.Logger)
 def test_exception_in_json_has_its_traceback_in_the_object(
     log: EventLogger, logger: logging.Logger
 ) -> None:
-    stream = format_as(logger, JsonFormatter())
+    stream = format_as(logger, JsonLineFormatter())
     log.error("task.failed", exc_info=ValueError("bad"))
     (line,) = stream.getvalue().splitlines()
     assert json.loads(line)["exception"] == "ValueError: bad"
@@ -296,12 +296,12 @@ def test_exception_in_json_has_its_traceback_in_the_object(
 def test_exception_method_without_an_exception_adds_no_traceback(
     log: EventLogger, logger: logging.Logger
 ) -> None:
-    stream = format_as(logger, JsonFormatter())
+    stream = format_as(logger, JsonLineFormatter())
     log.exception("task.failed")  # noqa: LOG004
     assert "exception" not in json.loads(stream.getvalue())
 
 
-@pytest.mark.parametrize("formatter", [TerminalFormatter(), JsonFormatter()])
+@pytest.mark.parametrize("formatter", [TerminalFormatter(), JsonLineFormatter()])
 def test_text_that_utf8_cannot_encode_is_written_escaped(formatter: logging.Formatter) -> None:
     # Formatted directly: pytest would keep the logged text, and xdist cannot send it.
     record = logging.LogRecord("turnlane", logging.INFO, __file__, 1, "half \udc80", None, None)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, ParamSpec
 import typer
 
 from turnlane.errors import Bug, ConfigError, RetryLater, TurnlaneError
-from turnlane.logs import JsonFormatter, TerminalFormatter
+from turnlane.logs import JsonLineFormatter, TerminalFormatter
 from turnlane.units import parse_duration
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class LogLevel(enum.StrEnum):
 def log_to_stderr(level: LogLevel, form: LogFormat) -> None:
     """Write the log records of this process to stderr."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TerminalFormatter())
+    handler.setFormatter(JsonLineFormatter() if form is LogFormat.JSON else TerminalFormatter())
     logging.basicConfig(level=level.value.upper(), handlers=[handler])
     if level is not LogLevel.DEBUG:
         for name in ("uvicorn", "py4j"):  # these log every start and stop at level INFO

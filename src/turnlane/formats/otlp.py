@@ -416,7 +416,8 @@ def _otlp_logs_records(block: Block, ids: Column) -> Column:
     names = block.schema.names
     parts: list[Column] = []
     if "timestamp" in names:
-        times = _fixed(_nanoseconds(block.column("timestamp")))
+        microseconds = block.column("timestamp").cast(pa.timestamp("us", tz="UTC")).cast(pa.int64())
+        times = _fixed(pc.multiply(microseconds, 1000))
         parts += [_marked(_TIME, times), _marked(_SEEN, times)]
     if "severity" in names:
         parts += _severities(block.column("severity"))
@@ -537,10 +538,6 @@ def _fixed(column: Column) -> Column:
     data = pa.py_buffer(column.fill_null(0).to_numpy().tobytes())
     found = pa.Array.from_buffers(pa.binary(8), len(column), [None, data]).cast(pa.binary())
     return pc.if_else(column.is_null(), None, found) if column.null_count else found
-
-
-def _nanoseconds(times: Column) -> Column:
-    return pc.multiply(times.cast(pa.timestamp("us", tz="UTC")).cast(pa.int64()), 1000)
 
 
 def _joined(parts: Sequence[Column], count: int) -> Column:

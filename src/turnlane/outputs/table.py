@@ -206,7 +206,7 @@ class _ShardWriters:
                         self._router.get_dialect(shard),
                         self.definition,
                         delivered_as,
-                        _nanoseconds(settings.delay),
+                        round(settings.delay * 1e9),
                     )
                 )
                 for shard in self._router.map.shards
@@ -272,9 +272,5 @@ class TableOutput(Output):
         at = batch.schema.get_field_index(FIRE_AT_COLUMN)
         if at < 0 or not self.settings.delay:
             return batch
-        delayed: Any = pc.add(batch.column(at), _nanoseconds(self.settings.delay))
+        delayed: Any = pc.add(batch.column(at), round(self.settings.delay * 1e9))
         return batch.set_column(at, FIRE_AT_COLUMN, delayed)
-
-
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)

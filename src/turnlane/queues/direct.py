@@ -31,7 +31,7 @@ from turnlane.queues.api import (
 )
 from turnlane.queues.buffer import BlockRange
 from turnlane.queues.positions import BatchState, BufferedBatch, Positions
-from turnlane.queues.producer import as_bytes, measure_annotations, to_nanoseconds
+from turnlane.queues.producer import as_bytes, check_timestamp, measure_annotations
 from turnlane.queues.settings import QueueSettings
 
 log = get_logger(__name__)
@@ -253,7 +253,7 @@ class DirectProducer(Producer):
         self._check_size(
             len(value) + EVENT_OVERHEAD + measure_annotations(key, headers, severity, source)
         )
-        stamp = self._queue.time_ns() if timestamp is None else to_nanoseconds(timestamp)
+        stamp = self._queue.time_ns() if timestamp is None else check_timestamp(timestamp)
         block = block_of(
             [value],
             timestamps=stamp // 1000,

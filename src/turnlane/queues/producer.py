@@ -322,7 +322,7 @@ class BufferedProducer(Producer):
             size += measure_annotations(key, headers, severity, source)
         state = self.state
         admission, limits = self._admission, self._limits
-        stamp = state.time_ns() if timestamp is None else to_nanoseconds(timestamp)
+        stamp = state.time_ns() if timestamp is None else check_timestamp(timestamp)
         # The fast path, about a microsecond: see the head of the module.
         with self._lock:
             if (
@@ -370,7 +370,7 @@ class BufferedProducer(Producer):
     ) -> bool:
         value = as_bytes(value)
         size = len(value) + EVENT_OVERHEAD + measure_annotations(key, headers, severity, source)
-        stamp = self.state.time_ns() if timestamp is None else to_nanoseconds(timestamp)
+        stamp = self.state.time_ns() if timestamp is None else check_timestamp(timestamp)
         request = EventRequest(self, value, stamp, size, (key, headers, severity, source))
         return self._publish_request(request, None, blocking=False)
 
@@ -608,10 +608,10 @@ def as_bytes(value: object) -> bytes:
     raise TypeError(f"an event's value is bytes, not {type(value).__name__}; encode it first")
 
 
-def to_nanoseconds(timestamp: int) -> int:
-    """Convert a timestamp in microseconds to the nanoseconds that the queue carries."""
+def check_timestamp(timestamp: int) -> int:
+    """Check a timestamp in microseconds; return it in nanoseconds, as the queue carries it."""
     if not -_MAX_MICROSECONDS < operator.index(timestamp) < _MAX_MICROSECONDS:
-        raise ValueError(f"timestamp {timestamp} is no number of microseconds since the epoch")
+        raise ValueError(f"timestamp {timestamp} is not a number of microseconds since the epoch")
     return timestamp * 1000
 
 
