@@ -17,8 +17,8 @@ record never keeps an exception and its frames alive, another process can read i
 change of an object does not change the record. Nothing is converted or formatted if the level is
 off.
 
-``TerminalFormatter`` and ``JsonLineFormatter`` also format the records of other libraries, which have a
-message and no event.
+``TerminalFormatter`` and ``JsonLineFormatter`` also format the records of other libraries, which
+have a message and no event.
 """
 
 from __future__ import annotations
