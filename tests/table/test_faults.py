@@ -345,7 +345,7 @@ def test_takeover_waits_for_a_running_write(db: DatabaseFixture) -> None:
         assert go_on.wait(TIMEOUT)
 
     taken: list[Any] = []
-    writer = threading.Thread(target=lambda: first._fence.transact(grant.token, write))
+    writer = threading.Thread(target=lambda: first._transact(grant.token, write))
     taker = threading.Thread(target=lambda: taken.append(second.acquire_lease("second", 60.0)))
     writer.start()
     assert fenced.wait(TIMEOUT)
@@ -688,7 +688,7 @@ def test_real_deadlock_is_retried(server_db: DatabaseFixture) -> None:
         tries.clear()
         user = threading.Thread(target=users_transaction)
         user.start()
-        store._fence.transact(grant.token, work)
+        store._transact(grant.token, work)
         user.join(TIMEOUT)
         if len(tries) > 1:
             break

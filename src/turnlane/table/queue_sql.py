@@ -1,7 +1,11 @@
-"""The SQL of queue tables that differs between databases: their DDL, and what follows from it.
+"""The SQL of queue tables.
 
-`turnlane.table.statements` has the statements that are the same everywhere. A `QueueSql` is made
-for a dialect by `get_queue_sql`; it holds no connection and needs no driver.
+:class:`QueueSql` has the SQL that differs between databases: their DDL, and what follows from it.
+:class:`Statements` has every other statement about a queue by its name. These are the same for all
+databases, except for the parts that :class:`Dialect` fills in: the clock, the locks, the
+placeholder of a parameter. Neither holds a connection or needs a driver.
+
+An event is *open* while its state is ``to_be_fired`` or ``fired``: it is neither acked nor dead.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from typing import ClassVar, Final, NamedTuple
 
 from turnlane.databases import ConnectOptions, Dialect, Row, load_dialect
 from turnlane.table.definition import TYPES, Column, Definition, Layout
+from turnlane.table.event import EVENT_COLUMNS
 from turnlane.table.shards import keyspace_id
 
 STATES: Final = ("to_be_fired", "fired", "acked", "dead")
@@ -390,3 +395,195 @@ def _add_attempts(column: str) -> str:
 def _check_integer(column: str) -> str:
     """Return a check: SQLite would store a text, which no manager could read as a number."""
     return f"CHECK (typeof({column}) = 'integer')"
+
+
+# ── the statements that are the same everywhere ──────────────────────────────────────────────────
+
+_FENCED: Final = "EXISTS (SELECT 1 FROM turnlane_lease WHERE queue = %s AND token = %s)"
+_FIREABLE: Final = "state = 'to_be_fired' AND after_group IS NULL"
+_FENCE_BEGIN: Final = (
+    "WITH fence AS MATERIALIZED (SELECT token, set_config('lock_timeout', '200ms', true) "
+    "FROM turnlane_lease WHERE queue = %s AND token = %s {share}), settled AS ("
+)
+_FENCE_END: Final = "EXISTS (SELECT 1 FROM fence)) SELECT token FROM fence"
+"""Around a statement: it changes and returns nothing unless the lease row has the token.
+
+It waits at most 200 ms for a locked row: PostgreSQL has no DELETE that skips locked rows, and to
+lock the rows first would cost as much as to delete them."""
+
+
+class FilteredStatement(NamedTuple):
+    """A statement about some events: a condition selects them, between its two halves."""
+
+    before: str
+    after: str
+
+    def where(self, condition: str) -> str:
+        """Return the whole statement."""
+        return f"{self.before}{condition}{self.after}"
+
+
+class Statements:
+    """All statements about one queue, with its names and the SQL of its database."""
+
+    def __init__(self, dialect: Dialect, definition: Definition) -> None:
+        users = [dialect.quote_name(name) for name in definition.column_names]
+        by_time, by_id = get_queue_sql(dialect).get_index_hints(definition)
+        self.table = table = dialect.quote_name(definition.name)
+        self.columns = ", ".join([*EVENT_COLUMNS, *users])
+        names = {
+            "table": table,
+            "by_time": by_time,
+            "by_id": by_id,
+            "rows": f"{table} {by_id}",
+            "delete": begin_delete(table, by_id),
+            "columns": self.columns,
+            "peeked": ", ".join([*EVENT_COLUMNS, "last_error", *users]),
+        }
+
+        def render(template: str) -> str:
+            return dialect.render(template, **names)
+
+        def split(template: str) -> FilteredStatement:
+            # Split before the names are filled in: a queue may be named {filter}.
+            before, after = template.split("{filter}")
+            return FilteredStatement(render(before), render(after))
+
+        def select_ids(condition: str) -> FilteredStatement:
+            return split(f"SELECT event_id FROM {{rows}} WHERE event_id {{filter}} AND {condition}")
+
+        # the lease
+        self.read_lease = render(
+            "SELECT owner, token, expires_at, {now} FROM turnlane_lease WHERE queue = %s {lock}"
+        )
+        self.take_lease = render(
+            "UPDATE turnlane_lease SET owner = %s, token = token + 1, expires_at = %s, "
+            "listening = 0 WHERE queue = %s"
+        )
+        self.renew_lease = render(
+            "UPDATE turnlane_lease SET expires_at = {now} + %s WHERE queue = %s AND token = %s"
+        )
+        self.read_expiry = render("SELECT expires_at FROM turnlane_lease WHERE queue = %s")
+        self.release_lease = render(
+            "UPDATE turnlane_lease SET owner = NULL, expires_at = 0, listening = 0 "
+            "WHERE queue = %s AND token = %s"
+        )
+        self.set_listening = render(
+            "UPDATE turnlane_lease SET listening = %s WHERE queue = %s AND token = %s"
+        )
+        self.fence = render(
+            "SELECT token FROM turnlane_lease WHERE queue = %s AND token = %s {share}"
+        )
+        # reads of the manager
+        self.read_definition = render("SELECT definition FROM turnlane_queue WHERE name = %s")
+        self.read_last_id = render("SELECT COALESCE(MAX(event_id), 0) FROM {table}")
+        self.read_new = render(
+            "SELECT {columns} FROM {table} {by_id} "
+            f"WHERE event_id > %s AND state = 'to_be_fired' AND {_FENCED} "
+            "ORDER BY event_id LIMIT %s"
+        )
+        self.read_retried = render(
+            f"SELECT {{columns}} FROM {{table}} WHERE {IS_OPEN} AND attempts > 0 AND {_FENCED}"
+        )
+        self.read_old_fired = render(
+            "SELECT event_id, attempts FROM {table} {by_time} "
+            "WHERE fire_at >= %s AND fire_at <= %s AND state = 'fired' "
+            "ORDER BY fire_at, event_id LIMIT %s"
+        )
+        self.read_old_acked = render(
+            "SELECT event_id FROM {table} {by_time} "
+            "WHERE fire_at <= %s AND state = 'acked' ORDER BY fire_at, event_id LIMIT %s"
+        )
+        # groups
+        self.find_done_groups = render(
+            "SELECT DISTINCT w.after_group FROM {table} AS w "
+            f"WHERE w.after_group IS NOT NULL AND w.{IS_OPEN} AND NOT EXISTS ("
+            "SELECT 1 FROM {table} AS m WHERE m.event_group = w.after_group AND m.state <> 'acked')"
+        )
+        self.find_unacked_member = render(
+            "SELECT event_id FROM {table} WHERE event_group = %s AND state <> 'acked' LIMIT 1"
+        )
+        self.lock_waiting = render(
+            f"SELECT event_id FROM {{table}} WHERE after_group = %s AND {IS_OPEN} {{lock_free}}"
+        )
+        # requests of users
+        self.count_by_state = render("SELECT state, COUNT(*) FROM {table} GROUP BY state")
+        self.retry_all = render(
+            "UPDATE {table} SET state = 'to_be_fired', attempts = 0, fire_at = {now} "
+            "WHERE state = 'dead'"
+        )
+        self.peek_readable = render(
+            "SELECT event_id, fire_at, priority, attempts, keyspace_id, NULL, NULL, "
+            "last_error FROM {table} WHERE state = %s ORDER BY fire_at, event_id LIMIT %s"
+        )
+        self.peek = render(
+            "SELECT {peeked} FROM {table} WHERE state = %s ORDER BY fire_at, event_id LIMIT %s"
+        )
+
+        # The first condition is for databases that find no index range in the second. Bounds are
+        # parameters: an index cannot use a clock that moves while the statement runs.
+        self.read_due = split(
+            "SELECT {columns} FROM {table} {by_time} "
+            "WHERE fire_at >= %s AND (fire_at, event_id) > (%s, %s) AND fire_at <= %s AND {filter} "
+            f"AND {_FIREABLE} AND {_FENCED} ORDER BY fire_at, event_id LIMIT %s"
+        )
+        self.read_ids = split(
+            "SELECT {columns} FROM {rows} "
+            f"WHERE event_id {{filter}} AND state = 'to_be_fired' AND {_FENCED}"
+        )
+        self.read_open = split(
+            f"SELECT {{columns}} FROM {{rows}} WHERE event_id {{filter}} AND {IS_OPEN} "
+            f"AND {_FENCED}"
+        )
+        self.find_unacked = select_ids("state <> 'acked'")
+        self.find_open = select_ids(IS_OPEN)
+        # These skip locked rows: a user's transaction may hold a row, to ack it, for minutes.
+        self.lock_unacked = select_ids("state <> 'acked' {lock_free}")
+        self.lock_open = select_ids(f"{IS_OPEN} {{lock_free}}")
+        self.lock_fired = select_ids("state = 'fired' {lock_free}")
+        # A row whose fire time a user moved into the future must not fire now.
+        self.lock_due = select_ids(f"fire_at <= {{now}} AND {_FIREABLE} {{lock_free}}")
+        # A user may write any number of attempts: the sum must fit into the column.
+        self.mark_fired = split(
+            "UPDATE {rows} SET state = 'fired', "
+            f"attempts = attempts + CASE WHEN attempts < {MOST_ATTEMPTS} THEN 1 ELSE 0 END "
+            "WHERE event_id {filter}"
+        )
+        self.unmark_fired = split(
+            "UPDATE {rows} SET state = 'to_be_fired', "
+            "attempts = attempts - CASE WHEN attempts > 0 THEN 1 ELSE 0 END WHERE event_id {filter}"
+        )
+        self.ack_delete = split("{delete} WHERE event_id {filter}")
+        self.ack_keep = split(
+            "UPDATE {rows} SET state = 'acked' WHERE event_id {filter} AND state <> 'acked'"
+        )
+        self.fenced_ack_delete = split(
+            f"{_FENCE_BEGIN}{{delete}} WHERE event_id {{filter}} AND {_FENCE_END}"
+        )
+        self.fenced_ack_keep = split(
+            f"{_FENCE_BEGIN}UPDATE {{rows}} SET state = 'acked' "
+            f"WHERE event_id {{filter}} AND state <> 'acked' AND {_FENCE_END}"
+        )
+        self.release_waiting = split(
+            "UPDATE {rows} SET after_group = NULL, "
+            "fire_at = CASE WHEN fire_at > {now} THEN fire_at ELSE {now} END "
+            "WHERE event_id {filter}"
+        )
+        self.find_fired_before = split(
+            "SELECT event_id, event_group FROM {rows} WHERE event_id {filter} "
+            "AND (state IN ('fired', 'dead') OR attempts > 0) AND state <> 'acked'"
+        )
+        self.delete_acked = split("{delete} WHERE event_id {filter} AND state = 'acked'")
+        # A fired event keeps its attempts: a late ack of it still counts. MySQL sets the columns in
+        # the order of the statement.
+        self.retry = split(
+            "UPDATE {rows} SET fire_at = {now}, "
+            "attempts = CASE state WHEN 'dead' THEN 0 ELSE attempts END, state = 'to_be_fired' "
+            "WHERE event_id {filter} AND state IN ('dead', 'fired')"
+        )
+        self.cancel = split("{delete} WHERE event_id {filter} AND state = 'to_be_fired'")
+
+
+def begin_delete(table: str, hint: str) -> str:
+    """Return the first words of a DELETE; MySQL takes an index hint only with a table list."""
+    return f"DELETE {table} FROM {table} {hint}" if hint else f"DELETE FROM {table}"

@@ -21,9 +21,8 @@ from typing import Any, Final, NamedTuple
 from turnlane.databases import Dialect, Execute, Row, Session
 from turnlane.logs import get_logger
 from turnlane.table.definition import Definition
-from turnlane.table.queue_sql import get_queue_sql
+from turnlane.table.queue_sql import begin_delete, get_queue_sql
 from turnlane.table.rows import convert_to_portable
-from turnlane.table.statements import begin_delete
 from turnlane.table.store import find_unreadable_rows
 
 log = get_logger(__name__)

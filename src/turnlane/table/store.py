@@ -27,17 +27,23 @@ from turnlane.databases import (
     RowsLocked,
     Session,
     StatementResult,
+    execute_statement,
 )
 from turnlane.errors import LeadLost, NoSuchQueue
 from turnlane.logs import get_logger
 from turnlane.runtime import Closeable
 from turnlane.table.definition import Definition
 from turnlane.table.event import EVENT_COLUMNS
-from turnlane.table.queue_sql import STATES, RetryDecision, get_queue_sql
+from turnlane.table.queue_sql import (
+    STATES,
+    FilteredStatement,
+    RetryDecision,
+    Statements,
+    get_queue_sql,
+)
 from turnlane.table.rows import EventInserter
 from turnlane.table.schedules import ScheduleTable
 from turnlane.table.shards import WHOLE_KEYSPACE, KeyRange
-from turnlane.table.statements import FilteredStatement, Statements
 
 log = get_logger(__name__)
 
@@ -58,48 +64,6 @@ def split_batches(items: Sequence[T]) -> Iterable[Sequence[T]]:
     return (items[at : at + BATCH_SIZE] for at in range(0, len(items), BATCH_SIZE))
 
 
-class LeaseFence:
-    """The fence of one queue, and the session behind it."""
-
-    def __init__(self, dialect: Dialect, definition: Definition) -> None:
-        self.dialect = dialect
-        self.session = Session(dialect)
-        self.sql = Statements.from_definition(dialect, definition)
-        self.name = definition.name
-
-    def transact(self, token: int, work: Callable[[Execute], T]) -> T:
-        """Run ``work`` in a transaction while the token is valid. Raises ``LeadLost``."""
-
-        def check_and_work(execute: Execute) -> T:
-            if not execute(self.sql.fence, (self.name, token)).rows():
-                raise self.make_lost_error()
-            return work(execute)
-
-        return self.session.transact(check_and_work)
-
-    def run(
-        self, execute: Execute, statement: FilteredStatement, ids: Sequence[int]
-    ) -> StatementResult:
-        """Run a statement about events by their ids, inside a transaction."""
-        condition, parameters = self.dialect.match_ids(ids)
-        return execute(statement.where(condition), parameters)
-
-    def query(self, statement: FilteredStatement, ids: Sequence[int]) -> list[Row]:
-        """Return the rows of a statement about events by their ids, without the fence."""
-        found: list[Row] = []
-        for batch in split_batches(ids):
-            condition, parameters = self.dialect.match_ids(batch)
-            found += self.session.query(statement.where(condition), parameters)
-        return found
-
-    def make_lost_error(self) -> LeadLost:
-        """Return the error for a token that is not valid any more."""
-        return LeadLost(f"another manager leads {self.name!r}")
-
-
-# ── acks ─────────────────────────────────────────────────────────────────────────────────────────
-
-
 class AckResult(NamedTuple):
     """The result of storing acks."""
 
@@ -107,170 +71,6 @@ class AckResult(NamedTuple):
     """Events whose rows another transaction has locked: their acks are not stored."""
     released: list[int]
     """Events that waited for a group which is done now."""
-
-
-class AckWriter:
-    """Deletes the rows of settled events, or marks them as acked. Every call is fenced."""
-
-    def __init__(self, fence: LeaseFence, *, keep: bool) -> None:
-        self._fence = fence
-        self._can_fence_in_one = get_queue_sql(fence.dialect).can_fence_in_one
-        self._settle = fence.sql.ack_keep if keep else fence.sql.ack_delete
-        self._fenced_settle = fence.sql.fenced_ack_keep if keep else fence.sql.fenced_ack_delete
-
-    def store(
-        self,
-        token: int,
-        ids: Sequence[int],
-        groups: Iterable[str] = (),
-        *,
-        likely_locked: bool = False,
-    ) -> AckResult:
-        """Settle events, and release the events that waited for the last of their groups.
-
-        With ``likely_locked``, it expects locked rows and skips them from the start.
-        """
-        groups = tuple(groups)
-        in_one = self._can_fence_in_one and not groups and not likely_locked
-        if in_one and self._settle_in_one_statement(token, ids):
-            return AckResult(set(), [])
-
-        def work(execute: Execute) -> tuple[set[int], list[int]]:
-            skipped = {
-                each for batch in split_batches(ids) for each in self._settle_free(execute, batch)
-            }
-            return skipped, self.release_groups(execute, groups)
-
-        skipped, released = self._fence.transact(token, work)
-        unacked = self._fence.query(self._fence.sql.find_unacked, list(skipped)) if skipped else []
-        return AckResult({row[0] for row in unacked}, released)
-
-    def find_fired(self, token: int, ids: Sequence[int]) -> list[Row]:
-        """Return id and group of the events that were fired at some time and are not acked."""
-        sql = self._fence.sql
-
-        def work(execute: Execute) -> list[Row]:
-            return [
-                row
-                for batch in split_batches(ids)
-                for row in self._fence.run(execute, sql.find_fired_before, batch).rows()
-            ]
-
-        return self._fence.transact(token, work)
-
-    def release_groups(self, execute: Execute, groups: Iterable[str]) -> list[int]:
-        """Release the events that wait for groups which are done; returns their ids."""
-        sql = self._fence.sql
-        released: list[int] = []
-        for group in groups:
-            if execute(sql.find_unacked_member, (group,)).rows():
-                continue
-            waiting = [row[0] for row in execute(sql.lock_waiting, (group,)).rows()]
-            if waiting:
-                self._fence.run(execute, sql.release_waiting, waiting)
-            released += waiting
-        return released
-
-    def _settle_free(self, execute: Execute, ids: Sequence[int]) -> set[int]:
-        """Settle the rows that are not locked; returns the other ids, which may also be gone."""
-        if not self._fence.dialect.lock_free:  # SQLite: one writer at a time, no locked rows
-            self._fence.run(execute, self._settle, ids)
-            return set()
-        locked = self._fence.run(execute, self._fence.sql.lock_unacked, ids).rows()
-        free = [row[0] for row in locked]
-        if free:
-            self._fence.run(execute, self._settle, free)
-        return set(ids).difference(free)
-
-    def _settle_in_one_statement(self, token: int, ids: Sequence[int]) -> bool:
-        """Settle events by statements that contain the fence: one round trip per batch.
-
-        False if a row is locked: then the caller settles the rest in a transaction.
-        """
-        for batch in split_batches(ids):
-            condition, parameters = self._fence.dialect.match_ids(batch)
-            statement = self._fenced_settle.where(condition)
-            try:
-                rows = self._fence.session.write(
-                    statement, (self._fence.name, token, *parameters), retry_locked=False
-                )
-            except RowsLocked:
-                return False
-            if not rows:
-                raise self._fence.make_lost_error()
-        return True
-
-
-# ── unreadable rows ──────────────────────────────────────────────────────────────────────────────
-
-
-class SkippingReader:
-    """Reads pages of one queue, and sets rows aside that cannot be read. Every read is fenced."""
-
-    def __init__(
-        self, fence: LeaseFence, apply_decisions: Callable[[int, Sequence[RetryDecision]], set[int]]
-    ) -> None:
-        self._fence = fence
-        self._apply_decisions = apply_decisions
-        self.unreadable = 0
-        """Rows that were set aside."""
-
-    def read(self, token: int, statement: str, parameters: Row) -> list[Row]:
-        """Return the rows of a page, without the rows that cannot be read."""
-        try:
-            return self._fence.session.query(statement, parameters)
-        except self._fence.dialect.error as error:
-            if not self._fence.dialect.is_unreadable(error):
-                raise
-        # The same page, ids only: an id is always readable.
-        id_statement = statement.replace(
-            f"SELECT {self._fence.sql.columns} ", "SELECT event_id ", 1
-        )
-        ids = [row[0] for row in self._fence.session.query(id_statement, parameters)]
-        rows, unreadable = find_unreadable_rows(
-            self._fence.dialect, lambda some: self._read_open(token, some), ids
-        )
-        decisions = [
-            RetryDecision(event_id, "dead", 0, 0, reason) for event_id, reason in unreadable
-        ]
-        set_aside = self._apply_decisions(token, decisions) if decisions else set()
-        for event_id, reason in unreadable:
-            log.error(
-                "table.row_unreadable",
-                queue=self._fence.name,
-                event_id=event_id,
-                error=reason,
-                hint="it becomes a dead letter; correct the row, then retry it",
-            )
-        self.unreadable += len(set_aside)
-        if len(set_aside) == len(decisions):  # the page is readable now, with further rows
-            return self.read(token, statement, parameters)
-        positions = {event_id: at for at, event_id in enumerate(ids)}
-        return sorted(rows, key=lambda row: positions[row[0]])
-
-    def _read_open(self, token: int, ids: Sequence[int]) -> list[Row]:
-        condition, parameters = self._fence.dialect.match_ids(ids)
-        statement = self._fence.sql.read_open.where(condition)
-        return self._fence.session.query(statement, (*parameters, self._fence.name, token))
-
-
-def find_unreadable_rows(
-    dialect: Dialect, read: Callable[[Sequence[int]], list[Row]], ids: Sequence[int]
-) -> tuple[list[Row], list[tuple[int, str]]]:
-    """Return the rows of the ids that can be read, and the other ids with their errors."""
-    try:
-        return read(ids), []
-    except dialect.error as error:
-        if not dialect.is_unreadable(error):
-            raise
-        if len(ids) == 1:
-            return [], [(ids[0], f"cannot be read: {error}")]
-    middle = len(ids) // 2
-    halves = [find_unreadable_rows(dialect, read, half) for half in (ids[:middle], ids[middle:])]
-    return halves[0][0] + halves[1][0], halves[0][1] + halves[1][1]
-
-
-# ── the store ────────────────────────────────────────────────────────────────────────────────────
 
 
 class LeaseGrant(NamedTuple):
@@ -302,23 +102,32 @@ class TableStore(Closeable):
     def __init__(self, dialect: Dialect, definition: Definition) -> None:
         self.dialect = dialect
         self.definition = definition
+        self.session = Session(dialect)
         self.inserter = EventInserter(dialect, definition)
-        self._fence = LeaseFence(dialect, definition)
-        self._ack_writer = AckWriter(self._fence, keep=definition.settings.retention > 0)
-        self._reader = SkippingReader(self._fence, self.apply_decisions)
-        self.session = self._fence.session
         self.schedules = ScheduleTable(self.session, self.inserter)
-        self._sql = self._fence.sql
+        self.unreadable = 0
+        """How many rows were set aside because they could not be read."""
+        self._sql = Statements(dialect, definition)
         self._queue_sql = get_queue_sql(dialect)
         self._name = definition.name
 
     def close(self) -> None:
         self.session.close()
 
-    @property
-    def unreadable(self) -> int:
-        """How many rows were set aside because they could not be read."""
-        return self._reader.unreadable
+    # ── the fence ────────────────────────────────────────────────────────────────────────────────
+
+    def _transact(self, token: int, work: Callable[[Execute], T]) -> T:
+        """Run ``work`` in a transaction while the token is valid. Raises ``LeadLost``."""
+
+        def check_and_work(execute: Execute) -> T:
+            if not execute(self._sql.fence, (self._name, token)).rows():
+                raise self._make_lost_error()
+            return work(execute)
+
+        return self.session.transact(check_and_work)
+
+    def _make_lost_error(self) -> LeadLost:
+        return LeadLost(f"another manager leads {self._name!r}")
 
     # ── the lease ────────────────────────────────────────────────────────────────────────────────
 
@@ -341,7 +150,7 @@ class TableStore(Closeable):
         """Extend the lease; returns the database's clock. Raises ``LeadLost``."""
         span = round(seconds * 1e9)
         if not self.session.change(self._sql.renew_lease, (span, self._name, token)):
-            raise self._fence.make_lost_error()
+            raise self._make_lost_error()
         expires_at: int = self.session.query(self._sql.read_expiry, (self._name,))[0][0]
         return expires_at - span
 
@@ -378,13 +187,13 @@ class TableStore(Closeable):
     def read_new(self, token: int, after: int, limit: int) -> list[Row]:
         """Return events to be fired with ids above ``after``, in the order of their ids."""
         parameters = (after, self._name, token, limit)
-        return self._reader.read(token, self._sql.read_new, parameters)
+        return self._read_page(token, self._sql.read_new, parameters)
 
     def read_ids(self, token: int, ids: Sequence[int]) -> list[Row]:
         """Return the events to be fired among the ids."""
         condition, parameters = self.dialect.match_ids(ids)
         statement = self._sql.read_ids.where(condition)
-        return self._reader.read(token, statement, (*parameters, self._name, token))
+        return self._read_page(token, statement, (*parameters, self._name, token))
 
     def read_due(
         self,
@@ -408,77 +217,93 @@ class TableStore(Closeable):
             condition = f"({' OR '.join([in_range] * len(ranges))})"
             bounds = tuple(itertools.chain.from_iterable(each.stored_bounds for each in ranges))
         parameters = (after[0], *after, until, *bounds, self._name, token, limit)
-        return self._reader.read(token, self._sql.read_due.where(condition), parameters)
+        return self._read_page(token, self._sql.read_due.where(condition), parameters)
 
     def read_retried(self, token: int) -> list[Row]:
         """Return the open events that were fired before, with any fire time."""
-        return self._reader.read(token, self._sql.read_retried, (self._name, token))
+        return self._read_page(token, self._sql.read_retried, (self._name, token))
 
     def find_open(self, ids: Sequence[int]) -> set[int]:
         """Return the ids of open events: their rows are there, neither acked nor dead."""
-        return {row[0] for row in self._fence.query(self._sql.find_open, ids)}
+        return self._find_ids(self._sql.find_open, ids)
 
     def read_old_fired(self, since: int, until: int, limit: int) -> list[Row]:
         """Return id and attempts of fired events that were due between two times."""
         return self.session.query(self._sql.read_old_fired, (since, until, limit))
 
-    # ── writes of the manager ────────────────────────────────────────────────────────────────────
+    # ── unreadable rows ──────────────────────────────────────────────────────────────────────────
+
+    def _read_page(self, token: int, statement: str, parameters: Row) -> list[Row]:
+        """Return the rows of a page; rows that cannot be read are set aside as dead letters."""
+        try:
+            return self.session.query(statement, parameters)
+        except self.dialect.error as error:
+            if not self.dialect.is_unreadable(error):
+                raise
+        # The same page, ids only: an id is always readable.
+        id_statement = statement.replace(f"SELECT {self._sql.columns} ", "SELECT event_id ", 1)
+        ids = [row[0] for row in self.session.query(id_statement, parameters)]
+
+        def read_open(some: Sequence[int]) -> list[Row]:
+            condition, matched = self.dialect.match_ids(some)
+            open_rows = self._sql.read_open.where(condition)
+            return self.session.query(open_rows, (*matched, self._name, token))
+
+        rows, unreadable = find_unreadable_rows(self.dialect, read_open, ids)
+        decisions = [
+            RetryDecision(event_id, "dead", 0, 0, reason) for event_id, reason in unreadable
+        ]
+        set_aside = self.apply_decisions(token, decisions) if decisions else set()
+        for event_id, reason in unreadable:
+            log.error(
+                "table.row_unreadable",
+                queue=self._name,
+                event_id=event_id,
+                error=reason,
+                hint="it becomes a dead letter; correct the row, then retry it",
+            )
+        self.unreadable += len(set_aside)
+        if len(set_aside) == len(decisions):  # the page is readable now, with further rows
+            return self._read_page(token, statement, parameters)
+        positions = {event_id: at for at, event_id in enumerate(ids)}
+        return sorted(rows, key=lambda row: positions[row[0]])
+
+    # ── marks, retries and new events ────────────────────────────────────────────────────────────
 
     def mark_fired(self, token: int, ids: Sequence[int]) -> set[int]:
         """Mark due events as fired; returns the ids that were still to be fired.
 
         Skips locked rows.
         """
-        return self._lock_and_change(token, ids, self._sql.lock_due, self._sql.mark_fired)
+        sql = self._sql
+        return self._transact(
+            token, lambda execute: self._change_free(execute, ids, sql.lock_due, sql.mark_fired)
+        )
 
     def unmark_fired(self, token: int, ids: Sequence[int]) -> set[int]:
         """Undo the mark of events that no receiver took; returns the changed ids.
 
         Skips locked rows.
         """
-        return self._lock_and_change(token, ids, self._sql.lock_fired, self._sql.unmark_fired)
-
-    def store_acks(
-        self,
-        token: int,
-        ids: Sequence[int],
-        groups: Iterable[str] = (),
-        *,
-        likely_locked: bool = False,
-    ) -> AckResult:
-        """Settle events, and release the events that waited for the last of their groups.
-
-        Skips locked rows; ``likely_locked`` says that some are expected.
-        """
-        return self._ack_writer.store(token, ids, groups, likely_locked=likely_locked)
-
-    def store_late_acks(self, token: int, ids: Sequence[int]) -> AckResult:
-        """Settle the events that were fired at some time; ignore the others."""
-        fired = self._ack_writer.find_fired(token, ids)
-        if not fired:
-            return AckResult(set(), [])
-        groups = {row[1] for row in fired if row[1] is not None}
-        return self._ack_writer.store(token, [row[0] for row in fired], groups)
+        sql = self._sql
+        return self._transact(
+            token, lambda execute: self._change_free(execute, ids, sql.lock_fired, sql.unmark_fired)
+        )
 
     def apply_decisions(self, token: int, decisions: Sequence[RetryDecision]) -> set[int]:
         """Put events back to fire again, or as dead letters; returns the ids that were open.
 
         Skips locked rows.
         """
+        by_id = {decision.event_id: decision for decision in decisions}
 
-        def work(execute: Execute) -> set[int]:
-            changed: set[int] = set()
-            for batch in split_batches(decisions):
-                ids = [decision.event_id for decision in batch]
-                locked = self._fence.run(execute, self._sql.lock_open, ids)
-                free = {row[0] for row in locked.rows()}
-                if free:
-                    applied = [decision for decision in batch if decision.event_id in free]
-                    execute(*self._queue_sql.build_retry(self._sql.table, applied))
-                changed |= free
-            return changed
+        def apply(execute: Execute, ids: Sequence[int]) -> None:
+            execute(*self._queue_sql.build_retry(self._sql.table, [by_id[each] for each in ids]))
 
-        return self._fence.transact(token, work)
+        return self._transact(
+            token,
+            lambda execute: self._change_free(execute, list(by_id), self._sql.lock_open, apply),
+        )
 
     def insert_fired(self, token: int, columns: Sequence[str], rows: Sequence[Row]) -> list[int]:
         """Insert events that are marked as fired; returns their ids, in order."""
@@ -492,41 +317,128 @@ class TableStore(Closeable):
                 batch = rows[at : at + per_statement]
                 statement = self.inserter.build_statement(names, marks, len(batch))
                 executed = execute(statement, tuple(itertools.chain.from_iterable(batch)))
-                ids += self._read_new_ids(execute, executed, len(batch))
+                # Databases number the rows of a statement in their order.
+                if self.dialect.has_returning:
+                    ids += sorted(row[0] for row in executed.rows())
+                else:
+                    read_ids = "SELECT LAST_INSERT_ID(), @@auto_increment_increment"
+                    first, step = execute(read_ids).rows()[0]
+                    ids += range(first, first + len(batch) * step, step)
             return ids
 
-        return self._fence.transact(token, work)
+        return self._transact(token, work)
+
+    def fire_schedule(self, token: int, name: str) -> None:
+        """Insert the event of a schedule, if it is due, and set its next time."""
+        self._transact(token, lambda execute: self.schedules.fire(execute, name))
+
+    # ── acks ─────────────────────────────────────────────────────────────────────────────────────
+
+    def store_acks(
+        self,
+        token: int,
+        ids: Sequence[int],
+        groups: Iterable[str] = (),
+        *,
+        likely_locked: bool = False,
+    ) -> AckResult:
+        """Delete the rows of settled events, or mark them as acked if the queue keeps them.
+
+        Releases the events that waited for the last of their groups. Skips locked rows; with
+        ``likely_locked``, it expects some and skips them from the start.
+        """
+        groups = tuple(groups)
+        in_one = self._queue_sql.can_fence_in_one and not groups and not likely_locked
+        if in_one and self._settle_in_one_statement(token, ids):
+            return AckResult(set(), [])
+        settle = self._sql.ack_keep if self._keeps_acked else self._sql.ack_delete
+
+        def work(execute: Execute) -> tuple[set[int], list[int]]:
+            if self.dialect.lock_free:
+                lock = self._sql.lock_unacked
+                skipped = set(ids) - self._change_free(execute, ids, lock, settle)
+            else:  # SQLite: one writer at a time, no locked rows
+                skipped = set()
+                self._change(execute, settle, ids)
+            return skipped, self._release_groups(execute, groups)
+
+        skipped, released = self._transact(token, work)
+        # A skipped row is locked, or it is gone.
+        return AckResult(self._find_ids(self._sql.find_unacked, list(skipped)), released)
+
+    def store_late_acks(self, token: int, ids: Sequence[int]) -> AckResult:
+        """Settle the events that were fired at some time; ignore the others."""
+
+        def find_fired(execute: Execute) -> list[Row]:
+            return [
+                row
+                for batch in split_batches(ids)
+                for row in self._run(execute, self._sql.find_fired_before, batch).rows()
+            ]
+
+        fired = self._transact(token, find_fired)
+        if not fired:
+            return AckResult(set(), [])
+        groups = {row[1] for row in fired if row[1] is not None}
+        return self.store_acks(token, [row[0] for row in fired], groups)
 
     def release_groups(self, token: int) -> int:
         """Release all events whose groups are done; returns how many."""
 
         def work(execute: Execute) -> int:
             groups = [row[0] for row in execute(self._sql.find_done_groups).rows()]
-            return len(self._ack_writer.release_groups(execute, groups))
+            return len(self._release_groups(execute, groups))
 
-        return self._fence.transact(token, work)
-
-    def fire_schedule(self, token: int, name: str) -> None:
-        """Insert the event of a schedule, if it is due, and set its next time."""
-        self._fence.transact(token, lambda execute: self.schedules.fire(execute, name))
+        return self._transact(token, work)
 
     def delete_old_acked(self, token: int, until: int, limit: int = BATCH_SIZE) -> int:
         """Delete at most ``limit`` acked events that were due by ``until``; returns how many."""
 
         def work(execute: Execute) -> int:
             old = [row[0] for row in execute(self._sql.read_old_acked, (until, limit)).rows()]
-            return self._fence.run(execute, self._sql.delete_acked, old).count if old else 0
+            return self._change(execute, self._sql.delete_acked, old)
 
-        return self._fence.transact(token, work)
+        return self._transact(token, work)
+
+    @property
+    def _keeps_acked(self) -> bool:
+        return self.definition.settings.retention > 0
+
+    def _settle_in_one_statement(self, token: int, ids: Sequence[int]) -> bool:
+        """Settle events by statements that contain the fence: one round trip per batch.
+
+        False if a row is locked: then the caller settles the rest in a transaction.
+        """
+        settle = self._sql.fenced_ack_keep if self._keeps_acked else self._sql.fenced_ack_delete
+        for batch in split_batches(ids):
+            condition, matched = self.dialect.match_ids(batch)
+            parameters = (self._name, token, *matched)
+            try:
+                rows = self.session.write(settle.where(condition), parameters, retry_locked=False)
+            except RowsLocked:
+                return False
+            if not rows:
+                raise self._make_lost_error()
+        return True
+
+    def _release_groups(self, execute: Execute, groups: Iterable[str]) -> list[int]:
+        """Release the events that wait for groups which are done; returns their ids."""
+        released: list[int] = []
+        for group in groups:
+            if execute(self._sql.find_unacked_member, (group,)).rows():
+                continue
+            waiting = [row[0] for row in execute(self._sql.lock_waiting, (group,)).rows()]
+            if waiting:
+                self._run(execute, self._sql.release_waiting, waiting)
+            released += waiting
+        return released
 
     # ── requests of users ────────────────────────────────────────────────────────────────────────
 
     def ack_in_transaction(self, connection: Connection, ids: Sequence[int]) -> int:
         """Settle events in the open transaction of ``connection``; returns how many."""
         condition, parameters = self.dialect.match_ids(ids)
-        cursor = connection.cursor()
-        cursor.execute(self._sql.ack_keep.where(condition), parameters)
-        return int(cursor.rowcount)
+        return execute_statement(connection, self._sql.ack_keep.where(condition), parameters).count
 
     def count_by_state(self) -> dict[str, int]:
         """Return how many events are in each state."""
@@ -537,11 +449,11 @@ class TableStore(Closeable):
         """Fire all dead letters again, or the dead and fired events among ids; returns how many."""
         if ids is None:
             return self.session.change(self._sql.retry_all)
-        return self._change_by_ids(self._sql.retry, ids)
+        return self.session.transact(lambda execute: self._change(execute, self._sql.retry, ids))
 
     def cancel(self, ids: Sequence[int]) -> int:
         """Delete events that were not fired yet; returns how many."""
-        return self._change_by_ids(self._sql.cancel, ids)
+        return self.session.transact(lambda execute: self._change(execute, self._sql.cancel, ids))
 
     def peek(self, state: str, limit: int) -> list[dict[str, Any]]:
         """Return the first events in a state by fire time, with every column.
@@ -559,33 +471,60 @@ class TableStore(Closeable):
             rows = [(*row, *missing) for row in readable]
         return [dict(zip(names, row, strict=True)) for row in rows]
 
-    # ── helpers ──────────────────────────────────────────────────────────────────────────────────
+    # ── statements about ids ─────────────────────────────────────────────────────────────────────
 
-    def _lock_and_change(
-        self, token: int, ids: Sequence[int], lock: FilteredStatement, change: FilteredStatement
+    def _run(
+        self, execute: Execute, statement: FilteredStatement, ids: Sequence[int]
+    ) -> StatementResult:
+        condition, parameters = self.dialect.match_ids(ids)
+        return execute(statement.where(condition), parameters)
+
+    def _change(self, execute: Execute, statement: FilteredStatement, ids: Sequence[int]) -> int:
+        """Change the rows of the ids; returns how many."""
+        return sum(self._run(execute, statement, batch).count for batch in split_batches(ids))
+
+    def _change_free(
+        self,
+        execute: Execute,
+        ids: Sequence[int],
+        lock: FilteredStatement,
+        change: FilteredStatement | Callable[[Execute, Sequence[int]], None],
     ) -> set[int]:
-        def work(execute: Execute) -> set[int]:
-            changed: set[int] = set()
-            for batch in split_batches(ids):
-                locked = [row[0] for row in self._fence.run(execute, lock, batch).rows()]
-                if locked:
-                    self._fence.run(execute, change, locked)
-                changed.update(locked)
-            return changed
+        """Lock the rows of the ids that are free, and change them; returns their ids."""
+        changed: set[int] = set()
+        for batch in split_batches(ids):
+            free = [row[0] for row in self._run(execute, lock, batch).rows()]
+            changed.update(free)
+            if not free:
+                continue
+            if isinstance(change, FilteredStatement):
+                self._run(execute, change, free)
+            else:
+                change(execute, free)
+        return changed
 
-        return self._fence.transact(token, work)
-
-    def _read_new_ids(self, execute: Execute, executed: StatementResult, count: int) -> list[int]:
-        """Return the ids of rows just inserted: databases number them in the order of the rows."""
-        if self.dialect.has_returning:
-            return sorted(row[0] for row in executed.rows())
-        first, step = execute("SELECT LAST_INSERT_ID(), @@auto_increment_increment").rows()[0]
-        return list(range(first, first + count * step, step))
-
-    def _change_by_ids(self, statement: FilteredStatement, ids: Sequence[int]) -> int:
-        def work(execute: Execute) -> int:
-            return sum(
-                self._fence.run(execute, statement, batch).count for batch in split_batches(ids)
+    def _find_ids(self, statement: FilteredStatement, ids: Sequence[int]) -> set[int]:
+        """Return the ids that a statement selects, without the fence."""
+        found: set[int] = set()
+        for batch in split_batches(ids):
+            condition, parameters = self.dialect.match_ids(batch)
+            found.update(
+                row[0] for row in self.session.query(statement.where(condition), parameters)
             )
+        return found
 
-        return self.session.transact(work)
+
+def find_unreadable_rows(
+    dialect: Dialect, read: Callable[[Sequence[int]], list[Row]], ids: Sequence[int]
+) -> tuple[list[Row], list[tuple[int, str]]]:
+    """Return the rows of the ids that can be read, and the other ids with their errors."""
+    try:
+        return read(ids), []
+    except dialect.error as error:
+        if not dialect.is_unreadable(error):
+            raise
+        if len(ids) == 1:
+            return [], [(ids[0], f"cannot be read: {error}")]
+    middle = len(ids) // 2
+    halves = [find_unreadable_rows(dialect, read, half) for half in (ids[:middle], ids[middle:])]
+    return halves[0][0] + halves[1][0], halves[0][1] + halves[1][1]
