@@ -13,8 +13,8 @@ from tests.table.database_fixture import (
     take,
 )
 from turnlane.table.event import TableEvent
+from turnlane.table.fetcher import PAGE_ROWS
 from turnlane.table.queue import TableQueue
-from turnlane.table.row_finder import PAGE_ROWS
 from turnlane.table.shards import KeyRange, keyspace_id
 
 SOON = 20.0

@@ -36,7 +36,7 @@ from turnlane.clock import BootClock
 from turnlane.databases import Dialect, ErrorKind, Session, connection
 from turnlane.errors import DatabaseDown, LeadLost
 from turnlane.retry import Backoff
-from turnlane.table import dispatcher, row_finder
+from turnlane.table import dispatcher, fetcher
 from turnlane.table.manager import Manager
 from turnlane.table.queue_sql import RetryDecision, load_queue_dialect
 from turnlane.table.receiver import Receiver
@@ -852,13 +852,13 @@ def test_open_sqlite_transaction_delays_writes_and_loses_nothing(
             assert queue.manager().lost_acks == queue.manager().counts.lost_leads == 0
 
 
-@pytest.mark.parametrize("timeout", [row_finder.STALE_AFTER, 0.0])
+@pytest.mark.parametrize("timeout", [fetcher.STALE_AFTER, 0.0])
 def test_event_of_a_long_transaction_fires_when_it_commits(
     server_db: DatabaseFixture, timeout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sweep finds it even if its id is not read any more."""
     db = server_db
-    monkeypatch.setattr(row_finder, "STALE_AFTER", timeout)
+    monkeypatch.setattr(fetcher, "STALE_AFTER", timeout)
     queue = db.queue(window="1s")
     with queue.receive() as receiver:
         with db.transaction() as connection:

@@ -277,7 +277,7 @@ def test_last_ack_of_a_group_fires_the_waiting_event(
     db: DatabaseFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It needs no sweep and no round of the collector."""
-    monkeypatch.setattr("turnlane.table.row_finder.SWEEP_SECONDS", 600.0)
+    monkeypatch.setattr("turnlane.table.fetcher.SWEEP_SECONDS", 600.0)
     monkeypatch.setattr("turnlane.table.leader.COLLECT_SECONDS", 600.0)
     queue = db.queue(ack_timeout="30m", window="1h")
     with queue.receive() as receiver:
@@ -301,7 +301,7 @@ def test_events_of_a_long_transaction_fire_within_seconds(
 ) -> None:
     """Its events were due an hour ago, and their ids are far below the highest one."""
     db = server_db
-    monkeypatch.setattr("turnlane.table.row_finder.STALE_AFTER", 0.0)
+    monkeypatch.setattr("turnlane.table.fetcher.STALE_AFTER", 0.0)
     queue = db.queue(retention="1h")
     an_hour_ago = db.now() - 3600 * 10**9
     with queue.receive() as receiver:
@@ -328,8 +328,8 @@ def test_rolled_back_ids_are_read_only_while_they_may_appear(
     server_db: DatabaseFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     db = server_db
-    monkeypatch.setattr("turnlane.table.row_finder.STALE_AFTER", 0.0)
-    monkeypatch.setattr("turnlane.table.row_finder.STALE_POLL", 0.05)
+    monkeypatch.setattr("turnlane.table.fetcher.STALE_AFTER", 0.0)
+    monkeypatch.setattr("turnlane.table.fetcher.STALE_POLL", 0.05)
     queue = db.queue()
     with queue.receive() as receiver:
         db.fill(queue, 1)

@@ -30,9 +30,8 @@ from turnlane.errors import LeadLost, ReshardUnderWay, RetryLater
 from turnlane.table.batch_commit import BatchStaging, get_job_id
 from turnlane.table.queue_sql import load_queue_dialect
 from turnlane.table.reshard import Resharder, ReshardProgress, ReshardStep, RowMover
-from turnlane.table.row_transfer import TransferFilter
 from turnlane.table.shard_directory import ShardDirectory, ShardRouter
-from turnlane.table.shard_store import ShardStore
+from turnlane.table.shard_store import ShardStore, TransferFilter
 from turnlane.table.shards import KeyRange, Shard, ShardMap, keyspace_id
 
 RESHARDING_PROCESS = Path(__file__).with_name("resharding_process.py")

@@ -13,8 +13,8 @@ from turnlane.table.batch_commit import delete_batch_data
 from turnlane.table.definition import Definition
 from turnlane.table.grammar import parse_definition
 from turnlane.table.queue_sql import get_queue_sql
-from turnlane.table.row_transfer import delete_shard_data
 from turnlane.table.schedules import get_schedule_ddl
+from turnlane.table.shard_store import delete_shard_data
 
 
 class QueueCatalog(Closeable):

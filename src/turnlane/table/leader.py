@@ -19,7 +19,7 @@ fire again elsewhere; their acks to the old leader are lost, and ``flush()`` say
 due events to receivers, the settlement stores acks and retries the rest::
 
     table ── fetcher ──> window ── dispatcher ──> in flight ── settlement ──> table
-             row_finder            ReceiverSlot                ack buffer
+             RowFinder             ReceiverSlot                ack buffer
 
 **Marks.** Usually an event costs no write until its ack, which deletes the row. If the leader dies
 in between, the row still has the state ``to_be_fired`` and the next leader sends it again. Rows of
@@ -47,12 +47,11 @@ from turnlane.runtime import Closeable, start_thread
 from turnlane.table.definition import Definition, TableSettings
 from turnlane.table.dispatcher import EventDispatcher
 from turnlane.table.event import TableEvent
-from turnlane.table.fetcher import Fetcher
+from turnlane.table.fetcher import FIRST_POSITION, Fetcher, RowFinder
 from turnlane.table.leader_state import EventCache, LeaderState, ManagerCounts, ReceiverSlot
 from turnlane.table.lease import LeaderLease
 from turnlane.table.queue_sql import get_queue_sql
 from turnlane.table.receiver import ManagerHandle
-from turnlane.table.row_finder import FIRST_POSITION, RowFinder
 from turnlane.table.settlement import Settlement
 from turnlane.table.store import BATCH_SIZE, TableStore
 

@@ -27,10 +27,15 @@ from turnlane.errors import ConfigError, ReshardUnderWay
 from turnlane.logs import get_logger
 from turnlane.table.batch_commit import WriterProgress, find_common_progress
 from turnlane.table.definition import TableOrdering
-from turnlane.table.row_transfer import TRANSFERRED_COLUMNS, TransferBatch, TransferFilter
 from turnlane.table.schedules import get_schedule_key
 from turnlane.table.shard_directory import ShardDirectory
-from turnlane.table.shard_store import TRANSFER_BATCH, ShardStore
+from turnlane.table.shard_store import (
+    TRANSFER_BATCH,
+    TRANSFERRED_COLUMNS,
+    ShardStore,
+    TransferBatch,
+    TransferFilter,
+)
 from turnlane.table.shards import Shard, ShardMap, keyspace_id
 
 log = get_logger(__name__)
@@ -47,7 +52,7 @@ POLL_SECONDS: float = 0.05
 class RowMover:
     """Moves the events of one shard to the shards that have their keys now.
 
-    Several movers may run at once; see :mod:`turnlane.table.row_transfer`.
+    Several movers may run at once; see :mod:`turnlane.table.shard_store`.
     """
 
     def __init__(self, directory: ShardDirectory, source: Shard) -> None:
