@@ -16,8 +16,7 @@ from turnlane.table.dispatcher import assign_events
 from turnlane.table.event import EVENT_COLUMNS, TableEvent
 from turnlane.table.fetcher import MAX_GAPS, STALE_AFTER, IdGaps, StaleIdGaps
 from turnlane.table.grammar import CreateQueue, DropQueue, ShowQueues, parse, parse_definition
-from turnlane.table.in_flight import InFlightEvents
-from turnlane.table.leader_state import ReceiverSlot
+from turnlane.table.leader_state import InFlightEvents, ReceiverSlot
 from turnlane.table.ordering import KeyOrder
 from turnlane.table.shards import (
     KEYSPACE_SHIFT,

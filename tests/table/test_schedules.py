@@ -197,7 +197,7 @@ def test_idle_schedule_runner_sends_one_statement_every_few_seconds(db: Database
         table, now = ScheduleRunner(store), db.now()
         table.run_once(0, 100.0, now)
         before = store.session.statements
-        assert table.get_next_time() == 100.0 + SCHEDULE_SECONDS
+        assert table.next_time == 100.0 + SCHEDULE_SECONDS
         table.run_once(0, 100.0 + SCHEDULE_SECONDS / 2, now)
         assert store.session.statements == before
         table.run_once(0, 100.0 + SCHEDULE_SECONDS, now)

@@ -44,7 +44,7 @@ from turnlane.databases import Dialect, Row, Session
 from turnlane.errors import DatabaseDown, DatabaseReadOnly, NameTaken
 from turnlane.logs import get_logger
 from turnlane.runtime import Closeable, start_thread
-from turnlane.table.definition import Definition, TableSettings
+from turnlane.table.definition import Definition
 from turnlane.table.dispatcher import EventDispatcher
 from turnlane.table.event import TableEvent
 from turnlane.table.fetcher import FIRST_POSITION, Fetcher, RowFinder
@@ -103,9 +103,7 @@ class LeaderTerm:
         self._fetcher = Fetcher(self._state)
         self.dispatcher = EventDispatcher(self._state)
         self.settlement = Settlement(self._state, chance, self.finder)
-        self.collector = Collector(
-            store, store.definition.settings, self.cache, self.settlement.retry_forgotten
-        )
+        self.collector = Collector(store, self.cache, self.settlement.retry_forgotten)
         self.schedule_runner = ScheduleRunner(store)
 
     @property
@@ -145,17 +143,14 @@ class LeaderTerm:
     def get_next_time(self, slots: Sequence[ReceiverSlot]) -> float:
         """Return when the next step is due, in monotonic seconds."""
         times = [
-            self.collector.get_next_time(),
-            self.schedule_runner.get_next_time(),
+            self.collector.next_time,
+            self.schedule_runner.next_time,
             self._state.lease.get_next_time(),
             self.settlement.get_next_time(),
         ]
         if slots:
             now = self._state.clock.monotonic()
-            times += [
-                self._fetcher.get_next_time(),
-                self.dispatcher.get_next_time(slots, now),
-            ]
+            times += [self._fetcher.get_next_time(), self.dispatcher.get_next_time(slots, now)]
         return min(times)
 
 
@@ -168,42 +163,37 @@ class Collector:
     """
 
     def __init__(
-        self,
-        store: TableStore,
-        settings: TableSettings,
-        cache: EventCache,
-        retry: Callable[[list[Row]], None],
+        self, store: TableStore, cache: EventCache, retry: Callable[[list[Row]], None]
     ) -> None:
+        settings = store.definition.settings
         self._store = store
         self._timeout = settings.ack_timeout
         self._retention = round(settings.retention * 1e9)
         self._interval = min(COLLECT_SECONDS, settings.ack_timeout / 2)
         self._cache = cache
         self._retry = retry
-        self._next = float("-inf")
-        self._not_before = float("-inf")
-        self._next_full = float("-inf")
+        self.next_time = self._not_before = self._next_full = float("-inf")
 
     def start(self, now: float, *, wait_for_acks: bool) -> None:
         """Begin a term; ``wait_for_acks``: receivers of the last leader may still ack."""
         self._not_before = now + self._timeout if wait_for_acks else now
-        self._next = now + self._interval
+        self.next_time = now + self._interval
         self._next_full = float("-inf")
-
-    def get_next_time(self) -> float:
-        """Return when the next round is due."""
-        return self._next
 
     def run_once(self, token: int, now: float, database_now: int) -> bool:
         """Do one round, if it is due; whether events were released that the window lacks."""
-        if now < self._next:
+        if now < self.next_time:
             return False
         has_more = self._retry_forgotten(now, database_now)
         deleted = self._store.delete_old_acked(token, database_now - self._retention)
         released = self._store.release_groups(token)
-        self._release_settled_keys(database_now)
+        # Keys may wait for a retry which a user acked or cancelled in the table.
+        busy = self._cache.find_busy_not_cached()
+        if busy:
+            settled = set(busy) - self._store.find_open(busy)
+            self._cache.release_keys_of_ids(settled, database_now)
         has_more = has_more or deleted == BATCH_SIZE
-        self._next = now + (COLLECT_BEHIND_SECONDS if has_more else self._interval)
+        self.next_time = now + (COLLECT_BEHIND_SECONDS if has_more else self._interval)
         return released > 0
 
     def _retry_forgotten(self, now: float, database_now: int) -> bool:
@@ -222,13 +212,6 @@ class Collector:
             self._retry(forgotten)
         return len(forgotten) >= BATCH_SIZE
 
-    def _release_settled_keys(self, database_now: int) -> None:
-        """Release keys that wait for a retry which a user acked or cancelled in the table."""
-        busy = self._cache.find_busy_not_cached()
-        if busy:
-            settled = set(busy) - self._store.find_open(busy)
-            self._cache.release_keys_of_ids(settled, database_now)
-
 
 class ScheduleRunner:
     """Inserts the events of schedules when they are due. Times are passed in, monotonic.
@@ -240,17 +223,13 @@ class ScheduleRunner:
 
     def __init__(self, store: TableStore) -> None:
         self._store = store
-        self._next = float("-inf")
+        self.next_time = float("-inf")
         self._paused: dict[str, float] = {}
         """Schedules that failed, with the times to try them again."""
 
-    def get_next_time(self) -> float:
-        """Return when there is something to do."""
-        return self._next
-
     def run_once(self, token: int, now: float, database_now: int) -> bool:
         """Fire the schedules that are due; whether the table may have new events."""
-        if now < self._next:
+        if now < self.next_time:
             return False
         self._paused = {name: until for name, until in self._paused.items() if until > now}
         queue = self._store.definition.name
@@ -258,7 +237,7 @@ class ScheduleRunner:
             listed = self._store.schedules.list_due_within(SCHEDULE_SECONDS)
         except self._store.dialect.error as error:
             log.error("table.schedules_unreadable", queue=queue, error=error)  # noqa: TRY400
-            self._next = now + SCHEDULE_PAUSE
+            self.next_time = now + SCHEDULE_PAUSE
             return False
         soon = [each for each in listed if each[0] not in self._paused]
         due = [name for name, next_at in soon if next_at <= database_now]
@@ -273,7 +252,7 @@ class ScheduleRunner:
                 self._paused[name] = now + SCHEDULE_PAUSE
         waits = [(next_at - database_now) / 1e9 for _, next_at in soon[len(due) :]]
         pause = 0.0 if len(due) > SCHEDULES_PER_STEP else SCHEDULE_SECONDS
-        self._next = now + min([pause, *waits])
+        self.next_time = now + min([pause, *waits])
         return bool(due)
 
 

@@ -12,11 +12,11 @@ from the table.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from turnlane.clock import BOOT_CLOCK, Clock
@@ -31,7 +31,6 @@ from turnlane.errors import (
 from turnlane.logs import get_logger
 from turnlane.runtime import Closeable, start_thread
 from turnlane.table.event import EVENT_COLUMNS, TableEvent
-from turnlane.table.in_flight import Completion
 from turnlane.table.leader import LeaderTerm, Vacuum
 from turnlane.table.leader_state import ManagerCounts, ReceiverSlot
 from turnlane.table.lease import LeaderLease
@@ -56,78 +55,6 @@ MAX_WAIT = 1.0
 Request = Callable[[], None]
 
 
-class ManagerInbox:
-    """Requests of other threads, in order. Any thread adds; the manager's thread runs them."""
-
-    def __init__(self) -> None:
-        self._requests: deque[Request] = deque()
-
-    def add(self, request: Request) -> None:
-        """Add a request."""
-        self._requests.append(request)
-
-    def run_all(self) -> None:
-        """Run the requests that are here now. If the database fails, the request runs again."""
-        for _ in range(len(self._requests)):
-            request = self._requests.popleft()
-            try:
-                request()
-            except RetryLater:
-                self._requests.appendleft(request)
-                raise
-
-    def drain(self) -> None:
-        """Run all requests on the calling thread: the manager's thread is gone."""
-        while self._requests:
-            with contextlib.suppress(IndexError):  # another thread took the last one
-                self._requests.popleft()()
-
-
-class QueuePresence:
-    """Whether the manager's queue exists. Logs once that it is gone, and once that it is back."""
-
-    def __init__(self, store: TableStore) -> None:
-        self._store = store
-        self._reported: str | None = None
-
-    def find_absence(self) -> str | None:
-        """Return an error text if the database says that the queue does not exist."""
-        try:
-            definition = self._store.read_definition()
-        except RetryLater as error:
-            log.debug("table.presence_unknown", queue=self._store.definition.name, error=error)
-            return None
-        except self._store.dialect.error as error:  # the list of queues does not exist either
-            return f"no queue can be found: {error}"
-        return None if definition is not None else str(self._store.make_missing_error())
-
-    def report_missing(self, error: str) -> None:
-        """Log that the queue is missing, unless that was logged before."""
-        if self._reported != error:
-            self._reported = error
-            log.warning(
-                "table.queue_missing",
-                queue=self._store.definition.name,
-                error=error,
-                hint="nothing fires until it exists again",
-            )
-
-    def is_same_queue(self) -> bool:
-        """Whether an existing queue has the definition that this manager was created with."""
-        if self._reported is None:
-            return True
-        definition = self._store.definition
-        if self._store.read_definition() != str(definition):
-            self.report_missing(
-                f"the queue {definition.name!r} was created again with another definition: "
-                "open it again"
-            )
-            return False
-        self._reported = None
-        log.info("table.queue_found_again", queue=definition.name)
-        return True
-
-
 class Manager(Closeable):
     """One shard's manager of one queue table. Call :meth:`start`, or :meth:`run_once` by hand."""
 
@@ -149,11 +76,13 @@ class Manager(Closeable):
         self._clock = clock
         self._chance = chance
         self._lease = LeaderLease(store, store.definition.settings.lease, clock)
-        self._presence = QueuePresence(store)
+        self._missing_reason: str | None = None
+        """Why the queue does not exist, once that was logged."""
         self._vacuum = Vacuum(store.dialect, store.definition, clock)
         self._term: LeaderTerm | None = None
         self._slots: dict[Receiver, ReceiverSlot] = {}
-        self._inbox = ManagerInbox()
+        self._requests: deque[Request] = deque()
+        """The inbox: any thread adds, the manager's thread runs them in order."""
         self._acks: deque[TableEvent] = deque()
         self._wake_acks = 1
         """How many waiting acks wake the thread."""
@@ -223,9 +152,9 @@ class Manager(Closeable):
         With ``receiver``, only its acks: a locked row of another receiver does not matter.
         :attr:`lost_acks` counts lost acks; raises ``LeadLost`` if some are lost during the wait.
         """
-        waiter = Completion()
+        waiter: Future[None] = Future()
         self._request(lambda: self._await_acks(waiter, receiver))
-        return waiter.wait(timeout)
+        return _wait_for(waiter, timeout)
 
     def enqueue(self, rows: Sequence[Mapping[str, Any]], timeout: float | None = None) -> bool:
         """Store events in a transaction of the manager; false if the time is over.
@@ -235,9 +164,9 @@ class Manager(Closeable):
         be stored twice.
         """
         self.store.inserter.check_rows(rows)
-        waiter = Completion()
+        waiter: Future[None] = Future()
         self._request(lambda: self._enqueue(rows, waiter))
-        return waiter.wait(timeout)
+        return _wait_for(waiter, timeout)
 
     def sweep(self) -> None:
         """Read through the table soon: rows were changed by others."""
@@ -262,7 +191,7 @@ class Manager(Closeable):
         except LeadLost as error:
             self._lose_lead(error)
         except NoSuchQueue as error:
-            self._presence.report_missing(str(error))
+            self._report_missing(str(error))
             return MISSING_QUEUE_PAUSE
         except (DatabaseDown, DatabaseReadOnly) as error:
             log.warning("table.database_failed", queue=self._name, error=error)
@@ -275,7 +204,7 @@ class Manager(Closeable):
     def _step(self) -> None:
         self._lease.renew_if_due()
         if self._term is None and not self._take_lead():
-            self._inbox.run_all()
+            self._run_requests()
             return
         term = self._term
         assert term is not None
@@ -283,14 +212,14 @@ class Manager(Closeable):
             self._has_new_rows = False
             term.finder.poll_soon()
         self._take_acks(term)
-        self._inbox.run_all()
+        self._run_requests()
         term.step(list(self._slots.values()))
         self._vacuum.run_once(self.counts.acked)
 
     def _take_lead(self) -> bool:
         if self._clock.monotonic() < self._lease.get_next_time() or not self._lease.acquire():
             return False
-        if not self._presence.is_same_queue():
+        if not self._is_same_queue():
             self._lease.release()
             return False
         log.info("table.lead_taken", queue=self._name, term=self._lease.token)
@@ -333,7 +262,58 @@ class Manager(Closeable):
         if taken:
             term.settlement.ack(taken)
 
+    # ── whether the queue exists ─────────────────────────────────────────────────────────────────
+
+    def _find_absence(self) -> str | None:
+        """Return an error text if the database says that the queue does not exist."""
+        try:
+            definition = self.store.read_definition()
+        except RetryLater as error:
+            log.debug("table.presence_unknown", queue=self._name, error=error)
+            return None
+        except self.store.dialect.error as error:  # the list of queues does not exist either
+            return f"no queue can be found: {error}"
+        return None if definition is not None else str(self.store.make_missing_error())
+
+    def _report_missing(self, reason: str) -> None:
+        if self._missing_reason != reason:
+            self._missing_reason = reason
+            hint = "nothing fires until it exists again"
+            log.warning("table.queue_missing", queue=self._name, error=reason, hint=hint)
+
+    def _is_same_queue(self) -> bool:
+        """Whether a queue that was missing has the definition that this manager knows."""
+        if self._missing_reason is None:
+            return True
+        if self.store.read_definition() != str(self.store.definition):
+            self._report_missing(
+                f"the queue {self._name!r} was created again with another definition: open it again"
+            )
+            return False
+        self._missing_reason = None
+        log.info("table.queue_found_again", queue=self._name)
+        return True
+
     # ── requests, on the manager's thread ────────────────────────────────────────────────────────
+
+    def _run_requests(self) -> None:
+        """Run the requests that are here now. If the database fails, the request runs again."""
+        for _ in range(len(self._requests)):
+            request = self._requests.popleft()
+            try:
+                request()
+            except RetryLater:
+                self._requests.appendleft(request)
+                raise
+
+    def _drain_requests(self) -> None:
+        """Run all requests on the calling thread: the manager's thread is gone."""
+        while True:
+            try:
+                request = self._requests.popleft()
+            except IndexError:  # another thread may have taken the last one
+                return
+            request()
 
     def _attach(self, receiver: Receiver) -> None:
         if receiver not in self._slots:
@@ -354,16 +334,16 @@ class Manager(Closeable):
             self._acks.popleft().ack_lost = True
             self.lost_acks += 1
 
-    def _await_acks(self, waiter: Completion, receiver: Receiver | None) -> None:
+    def _await_acks(self, waiter: Future[None], receiver: Receiver | None) -> None:
         if self._term is None:
             self._drop_acks()
-            waiter.finish()
+            waiter.set_result(None)
         else:
             self._take_acks(self._term)
             slot = None if receiver is None else self._slots.get(receiver)
             self._term.cache.ack_buffer.add_waiter(waiter, slot)
 
-    def _enqueue(self, rows: Sequence[Mapping[str, Any]], waiter: Completion) -> None:
+    def _enqueue(self, rows: Sequence[Mapping[str, Any]], waiter: Future[None]) -> None:
         term, slots = self._term, list(self._slots.values())
         try:
             if term is None or not term.dispatcher.send_new(rows, slots):
@@ -372,9 +352,9 @@ class Manager(Closeable):
         except LeadLost:
             raise
         except Exception as error:  # noqa: BLE001 - the waiting thread raises it
-            waiter.finish(error)
+            waiter.set_exception(error)
         else:
-            waiter.finish()
+            waiter.set_result(None)
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────
 
@@ -389,9 +369,9 @@ class Manager(Closeable):
 
     def _restart(self, error: Exception) -> float:
         """End the term after an unexpected error: the state in memory may be wrong."""
-        absence = self._presence.find_absence()
+        absence = self._find_absence()
         if absence is not None:
-            self._presence.report_missing(absence)
+            self._report_missing(absence)
         else:
             log.error("table.manager_restarted", queue=self._name, exc_info=error)
         self._lose_lead(LeadLost("the manager failed"))
@@ -410,7 +390,7 @@ class Manager(Closeable):
             self._term.settlement.abandon(QueueClosed("the manager is closed"))
             self._term = None
         self._has_ended = True
-        self._inbox.drain()  # no thread may wait for a manager that is closed
+        self._drain_requests()  # no thread may wait for a manager that is closed
         for receiver in list(self._slots):
             receiver.remove_manager(self)
         self._vacuum.close()
@@ -426,11 +406,19 @@ class Manager(Closeable):
         self._request(act)
 
     def _request(self, request: Request) -> None:
-        self._inbox.add(request)
+        self._requests.append(request)
         self._wake.set()
         if self._has_ended:
-            self._inbox.drain()
+            self._drain_requests()
 
     def _notice_new_rows(self) -> None:
         self._has_new_rows = True
         self._wake.set()
+
+
+def _wait_for(waiter: Future[None], timeout: float | None) -> bool:
+    """Wait for the manager's thread; false if the time is over. Raises the reported error."""
+    if not wait([waiter], timeout).done:
+        return False
+    waiter.result()
+    return True
