@@ -55,20 +55,27 @@ def assign_events(
     get_keyspace_id: Callable[[TableEvent], int],
 ) -> Assignment:
     """Assign every event to the least busy receiver whose key range contains it. Pure."""
-    if all(slot.key_range.is_whole for slot in slots):
-        return _assign_evenly(events, slots)
-    return _assign_by_range(events, slots, get_keyspace_id)
-
-
-def _assign_evenly(events: Sequence[TableEvent], slots: Sequence[ReceiverSlot]) -> Assignment:
-    """Give each receiver one slice of the events: every receiver takes every key."""
     result = Assignment()
-    at = 0
-    for slot, share in zip(slots, _compute_shares(len(events), slots), strict=True):
-        if share:
-            result.sent.append((slot, list(events[at : at + share])))
-            at += share
-    result.without_room = list(events[at:])
+    if all(slot.key_range.is_whole for slot in slots):
+        # Every receiver takes every key: each gets one slice of the events.
+        at = 0
+        for slot, share in zip(slots, _compute_shares(len(events), slots), strict=True):
+            if share:
+                result.sent.append((slot, list(events[at : at + share])))
+                at += share
+        result.without_room = list(events[at:])
+        return result
+    # One by one: events of different keys have different receivers to choose from.
+    sent: list[list[TableEvent]] = [[] for _ in slots]
+    for event in events:
+        keyspace_id = get_keyspace_id(event)
+        covering = [at for at, slot in enumerate(slots) if slot.key_range.contains(keyspace_id)]
+        free = [at for at in covering if len(sent[at]) < slots[at].room]
+        if free:
+            sent[min(free, key=lambda at: slots[at].load + len(sent[at]))].append(event)
+        else:
+            (result.without_room if covering else result.without_receiver).append(event)
+    result.sent = [(slot, mine) for slot, mine in zip(slots, sent, strict=True) if mine]
     return result
 
 
@@ -93,26 +100,6 @@ def _compute_shares(count: int, slots: Sequence[ReceiverSlot]) -> list[int]:
             shares[at] += 1
             rest -= 1
     return shares
-
-
-def _assign_by_range(
-    events: Sequence[TableEvent],
-    slots: Sequence[ReceiverSlot],
-    get_keyspace_id: Callable[[TableEvent], int],
-) -> Assignment:
-    """Assign one by one: events of different keys have different receivers to choose from."""
-    result = Assignment()
-    sent: list[list[TableEvent]] = [[] for _ in slots]
-    for event in events:
-        keyspace_id = get_keyspace_id(event)
-        covering = [at for at, slot in enumerate(slots) if slot.key_range.contains(keyspace_id)]
-        free = [at for at in covering if len(sent[at]) < slots[at].room]
-        if free:
-            sent[min(free, key=lambda at: slots[at].load + len(sent[at]))].append(event)
-        else:
-            (result.without_room if covering else result.without_receiver).append(event)
-    result.sent = [(slot, mine) for slot, mine in zip(slots, sent, strict=True) if mine]
-    return result
 
 
 # ── the dispatcher ───────────────────────────────────────────────────────────────────────────────
@@ -276,8 +263,16 @@ class EventDispatcher:
         ]
         if not stale:
             return set()
+        store = self._state.store
         try:
-            open_ids = self._mark(stale)
+            unmarked = [event.id for event in stale if not event.is_marked]
+            open_ids = store.mark_fired(self._state.token, unmarked) if unmarked else set()
+            marked = [event.id for event in stale if event.is_marked]
+            open_ids |= store.find_open(marked)
+            now = self._state.clock.monotonic()
+            for event in stale:
+                if event.id in open_ids:
+                    event.is_marked, event.read_at = True, now
             unmarkable = {event for event in stale if event.id not in open_ids}
             if unmarkable:
                 self._read_again(unmarkable)
@@ -285,20 +280,6 @@ class EventDispatcher:
             self._cache.window.put_back(events)
             raise
         return unmarkable
-
-    def _mark(self, events: list[TableEvent]) -> set[int]:
-        """Mark rows as fired; returns the ids of the events that may be sent."""
-        store = self._state.store
-        unmarked = [event.id for event in events if not event.is_marked]
-        open_ids = store.mark_fired(self._state.token, unmarked) if unmarked else set()
-        marked = [event.id for event in events if event.is_marked]
-        if marked:
-            open_ids |= store.find_open(marked)
-        now = self._state.clock.monotonic()
-        for event in events:
-            if event.id in open_ids:
-                event.is_marked, event.read_at = True, now
-        return open_ids
 
     def _read_again(self, events: set[TableEvent]) -> None:
         """Read why events could not be marked: they are gone, moved, not quite due, or locked.

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from turnlane.databases import Connection, Dialect, Row, translate_errors
+from turnlane.databases import Connection, Dialect, Row, execute_statement, translate_errors
 from turnlane.runtime import Closeable
 from turnlane.table.catalog import QueueCatalog
 from turnlane.table.definition import SYSTEM_COLUMNS, Definition
+from turnlane.table.event import EVENT_COLUMNS
 from turnlane.table.grammar import CreateQueue, DropQueue, ShowQueues, parse, run_schedule_statement
 from turnlane.table.manager import Manager
-from turnlane.table.queue_sql import get_queue_sql, load_queue_dialect
+from turnlane.table.queue_sql import STATES, FilteredStatement, get_queue_sql, load_queue_dialect
 from turnlane.table.receiver import DEFAULT_PREFETCH, Receiver
 from turnlane.table.schedules import Schedule
 from turnlane.table.shards import WHOLE_KEYSPACE, KeyRange
@@ -158,29 +159,6 @@ class QueueStatus:
     """Seconds until the lease ends unless it is renewed."""
 
 
-def read_status(store: TableStore) -> QueueStatus:
-    """Read the status of a queue. Raises ``NoSuchQueue`` and ``DatabaseDown``."""
-    dialect, definition = store.dialect, store.definition
-    table = dialect.quote_name(definition.name)
-    span = round(definition.settings.window * 1e9)
-    waiting = dialect.render(_COUNT_WAITING, table=table)
-    window, due, first, now = store.session.query(waiting, (span,))[0]
-    leases = store.session.query(dialect.render(_READ_LEASE), (definition.name,))
-    if not leases:
-        raise store.make_missing_error()
-    owner, term, expires_at, read_at = leases[0]
-    has_leader = owner is not None and expires_at > read_at
-    return QueueStatus(
-        counts=store.count_by_state(),
-        due=due,
-        lag=max(0.0, (now - first) / 1e9) if due else 0.0,
-        window=window,
-        leader=owner if has_leader else None,
-        term=term,
-        lease=round((expires_at - read_at) / 1e9, 3) if has_leader else 0.0,
-    )
-
-
 # ── the queue and its database ───────────────────────────────────────────────────────────────────
 
 
@@ -191,6 +169,7 @@ class TableQueue(Closeable):
         self.definition = definition
         self._dialect = dialect
         self._store = TableStore(dialect, definition)
+        self._session = self._store.session
         self._manager: Manager | None = None
         self._lock = threading.Lock()
 
@@ -261,7 +240,9 @@ class TableQueue(Closeable):
 
     def ack(self, connection: Connection, ids: Sequence[int]) -> int:
         """Ack events in the open transaction of ``connection``; returns how many it settles."""
-        return self._store.ack_in_transaction(connection, ids)
+        condition, parameters = self._dialect.match_ids(ids)
+        statement = self._store.sql.ack_keep.where(condition)
+        return execute_statement(connection, statement, parameters).count
 
     def schedule(self, name: str, every: str, time_zone: str = "UTC", /, **columns: object) -> None:
         """Create a schedule: an event recurs. ``every`` is a cron expression in ``time_zone``.
@@ -292,11 +273,31 @@ class TableQueue(Closeable):
 
     def counts(self) -> dict[str, int]:
         """Return how many events are in each state."""
-        return self._store.count_by_state()
+        found: dict[str, int] = dict(self._session.query(self._store.sql.count_by_state))
+        return {state: int(found.get(state, 0)) for state in STATES}
 
     def status(self) -> QueueStatus:
-        """Return how many events wait, how late they are, and who leads."""
-        return read_status(self._store)
+        """Return how many events wait, how late they are, and who leads.
+
+        Raises ``NoSuchQueue`` and ``DatabaseDown``.
+        """
+        waiting = self._dialect.render(_COUNT_WAITING, table=self._dialect.quote_name(self.name))
+        span = round(self.definition.settings.window * 1e9)
+        window, due, first, now = self._session.query(waiting, (span,))[0]
+        leases = self._session.query(self._dialect.render(_READ_LEASE), (self.name,))
+        if not leases:
+            raise self._store.make_missing_error()
+        owner, term, expires_at, read_at = leases[0]
+        has_leader = owner is not None and expires_at > read_at
+        return QueueStatus(
+            counts=self.counts(),
+            due=due,
+            lag=max(0.0, (now - first) / 1e9) if due else 0.0,
+            window=window,
+            leader=owner if has_leader else None,
+            term=term,
+            lease=round((expires_at - read_at) / 1e9, 3) if has_leader else 0.0,
+        )
 
     @property
     def scan(self) -> TableScan:
@@ -304,19 +305,37 @@ class TableQueue(Closeable):
         return TableScan(self._dialect, self.definition)
 
     def peek(self, state: str = "to_be_fired", limit: int = 10) -> list[dict[str, Any]]:
-        """Return the first events in a state, by fire time."""
-        return self._store.peek(state, limit)
+        """Return the first events in a state by fire time, with every column.
+
+        If a row cannot be read, groups and user's columns are ``None`` in all of them.
+        """
+        users = self.definition.column_names
+        names = (*EVENT_COLUMNS, "last_error", *users)
+        try:
+            rows = self._session.query(self._store.sql.peek, (state, limit))
+        except self._dialect.error as error:
+            if not self._dialect.is_unreadable(error):
+                raise
+            readable = self._session.query(self._store.sql.peek_readable, (state, limit))
+            rows = [(*row, *[None] * len(users)) for row in readable]
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
     def retry(self, ids: Sequence[int] | None = None) -> int:
         """Fire all dead letters again, or some dead or fired events; returns how many."""
-        count = self._store.retry(ids)
+        if ids is None:
+            count = self._session.change(self._store.sql.retry_all)
+        else:
+            count = self._change(self._store.sql.retry, ids)
         if count and self._manager is not None:
             self._manager.sweep()
         return count
 
     def cancel(self, ids: Sequence[int]) -> int:
         """Delete events that were not fired; returns how many."""
-        return self._store.cancel(ids)
+        return self._change(self._store.sql.cancel, ids)
+
+    def _change(self, statement: FilteredStatement, ids: Sequence[int]) -> int:
+        return self._session.transact(lambda execute: self._store.change(execute, statement, ids))
 
     def close(self) -> None:
         """Stop the manager, if one runs here. The table stays."""

@@ -17,25 +17,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from turnlane.databases import (
-    Connection,
     Dialect,
     Execute,
     Row,
     RowsLocked,
     Session,
     StatementResult,
-    execute_statement,
 )
 from turnlane.errors import LeadLost, NoSuchQueue
 from turnlane.logs import get_logger
 from turnlane.runtime import Closeable
 from turnlane.table.definition import Definition
-from turnlane.table.event import EVENT_COLUMNS
 from turnlane.table.queue_sql import (
-    STATES,
     FilteredStatement,
     RetryDecision,
     Statements,
@@ -107,7 +103,7 @@ class TableStore(Closeable):
         self.schedules = ScheduleTable(self.session, self.inserter)
         self.unreadable = 0
         """How many rows were set aside because they could not be read."""
-        self._sql = Statements(dialect, definition)
+        self.sql = Statements(dialect, definition)
         self._queue_sql = get_queue_sql(dialect)
         self._name = definition.name
 
@@ -120,7 +116,7 @@ class TableStore(Closeable):
         """Run ``work`` in a transaction while the token is valid. Raises ``LeadLost``."""
 
         def check_and_work(execute: Execute) -> T:
-            if not execute(self._sql.fence, (self._name, token)).rows():
+            if not execute(self.sql.fence, (self._name, token)).rows():
                 raise self._make_lost_error()
             return work(execute)
 
@@ -135,13 +131,13 @@ class TableStore(Closeable):
         """Take the lease if it is free or its time is over. Raises ``NoSuchQueue``."""
 
         def work(execute: Execute) -> LeaseGrant | None:
-            found = execute(self._sql.read_lease, (self._name,)).rows()
+            found = execute(self.sql.read_lease, (self._name,)).rows()
             if not found:
                 raise self.make_missing_error()
             holder, token, expires_at, now = found[0]
             if holder is not None and expires_at > now:
                 return None
-            execute(self._sql.take_lease, (owner, now + round(seconds * 1e9), self._name))
+            execute(self.sql.take_lease, (owner, now + round(seconds * 1e9), self._name))
             return LeaseGrant(token + 1, now, holder is None)
 
         return self.session.transact(work)
@@ -149,29 +145,29 @@ class TableStore(Closeable):
     def renew_lease(self, token: int, seconds: float) -> int:
         """Extend the lease; returns the database's clock. Raises ``LeadLost``."""
         span = round(seconds * 1e9)
-        if not self.session.change(self._sql.renew_lease, (span, self._name, token)):
+        if not self.session.change(self.sql.renew_lease, (span, self._name, token)):
             raise self._make_lost_error()
-        expires_at: int = self.session.query(self._sql.read_expiry, (self._name,))[0][0]
+        expires_at: int = self.session.query(self.sql.read_expiry, (self._name,))[0][0]
         return expires_at - span
 
     def release_lease(self, token: int) -> None:
         """Give the lease back, if the token is still valid."""
-        self.session.change(self._sql.release_lease, (self._name, token))
+        self.session.change(self.sql.release_lease, (self._name, token))
 
     def set_listening(self, token: int, *, on: bool) -> None:
         """Set whether inserts wake the manager."""
-        self.session.change(self._sql.set_listening, (int(on), self._name, token))
+        self.session.change(self.sql.set_listening, (int(on), self._name, token))
 
     # ── reads of the manager ─────────────────────────────────────────────────────────────────────
 
     def read_last_id(self) -> int:
         """Return the highest visible id."""
-        found: int = self.session.query(self._sql.read_last_id)[0][0]
+        found: int = self.session.query(self.sql.read_last_id)[0][0]
         return found
 
     def read_definition(self) -> str | None:
         """Return the statement that created the queue; ``None`` if it was dropped."""
-        found = self.session.query(self._sql.read_definition, (self._name,))
+        found = self.session.query(self.sql.read_definition, (self._name,))
         return str(found[0][0]) if found else None
 
     def make_missing_error(self) -> NoSuchQueue:
@@ -187,12 +183,12 @@ class TableStore(Closeable):
     def read_new(self, token: int, after: int, limit: int) -> list[Row]:
         """Return events to be fired with ids above ``after``, in the order of their ids."""
         parameters = (after, self._name, token, limit)
-        return self._read_page(token, self._sql.read_new, parameters)
+        return self._read_page(token, self.sql.read_new, parameters)
 
     def read_ids(self, token: int, ids: Sequence[int]) -> list[Row]:
         """Return the events to be fired among the ids."""
         condition, parameters = self.dialect.match_ids(ids)
-        statement = self._sql.read_ids.where(condition)
+        statement = self.sql.read_ids.where(condition)
         return self._read_page(token, statement, (*parameters, self._name, token))
 
     def read_due(
@@ -217,19 +213,19 @@ class TableStore(Closeable):
             condition = f"({' OR '.join([in_range] * len(ranges))})"
             bounds = tuple(itertools.chain.from_iterable(each.stored_bounds for each in ranges))
         parameters = (after[0], *after, until, *bounds, self._name, token, limit)
-        return self._read_page(token, self._sql.read_due.where(condition), parameters)
+        return self._read_page(token, self.sql.read_due.where(condition), parameters)
 
     def read_retried(self, token: int) -> list[Row]:
         """Return the open events that were fired before, with any fire time."""
-        return self._read_page(token, self._sql.read_retried, (self._name, token))
+        return self._read_page(token, self.sql.read_retried, (self._name, token))
 
     def find_open(self, ids: Sequence[int]) -> set[int]:
         """Return the ids of open events: their rows are there, neither acked nor dead."""
-        return self._find_ids(self._sql.find_open, ids)
+        return self._find_ids(self.sql.find_open, ids)
 
     def read_old_fired(self, since: int, until: int, limit: int) -> list[Row]:
         """Return id and attempts of fired events that were due between two times."""
-        return self.session.query(self._sql.read_old_fired, (since, until, limit))
+        return self.session.query(self.sql.read_old_fired, (since, until, limit))
 
     # ── unreadable rows ──────────────────────────────────────────────────────────────────────────
 
@@ -241,12 +237,12 @@ class TableStore(Closeable):
             if not self.dialect.is_unreadable(error):
                 raise
         # The same page, ids only: an id is always readable.
-        id_statement = statement.replace(f"SELECT {self._sql.columns} ", "SELECT event_id ", 1)
+        id_statement = statement.replace(f"SELECT {self.sql.columns} ", "SELECT event_id ", 1)
         ids = [row[0] for row in self.session.query(id_statement, parameters)]
 
         def read_open(some: Sequence[int]) -> list[Row]:
             condition, matched = self.dialect.match_ids(some)
-            open_rows = self._sql.read_open.where(condition)
+            open_rows = self.sql.read_open.where(condition)
             return self.session.query(open_rows, (*matched, self._name, token))
 
         rows, unreadable = find_unreadable_rows(self.dialect, read_open, ids)
@@ -275,7 +271,7 @@ class TableStore(Closeable):
 
         Skips locked rows.
         """
-        sql = self._sql
+        sql = self.sql
         return self._transact(
             token, lambda execute: self._change_free(execute, ids, sql.lock_due, sql.mark_fired)
         )
@@ -285,7 +281,7 @@ class TableStore(Closeable):
 
         Skips locked rows.
         """
-        sql = self._sql
+        sql = self.sql
         return self._transact(
             token, lambda execute: self._change_free(execute, ids, sql.lock_fired, sql.unmark_fired)
         )
@@ -298,11 +294,11 @@ class TableStore(Closeable):
         by_id = {decision.event_id: decision for decision in decisions}
 
         def apply(execute: Execute, ids: Sequence[int]) -> None:
-            execute(*self._queue_sql.build_retry(self._sql.table, [by_id[each] for each in ids]))
+            execute(*self._queue_sql.build_retry(self.sql.table, [by_id[each] for each in ids]))
 
         return self._transact(
             token,
-            lambda execute: self._change_free(execute, list(by_id), self._sql.lock_open, apply),
+            lambda execute: self._change_free(execute, list(by_id), self.sql.lock_open, apply),
         )
 
     def insert_fired(self, token: int, columns: Sequence[str], rows: Sequence[Row]) -> list[int]:
@@ -351,20 +347,20 @@ class TableStore(Closeable):
         in_one = self._queue_sql.can_fence_in_one and not groups and not likely_locked
         if in_one and self._settle_in_one_statement(token, ids):
             return AckResult(set(), [])
-        settle = self._sql.ack_keep if self._keeps_acked else self._sql.ack_delete
+        settle = self.sql.ack_keep if self._keeps_acked else self.sql.ack_delete
 
         def work(execute: Execute) -> tuple[set[int], list[int]]:
             if self.dialect.lock_free:
-                lock = self._sql.lock_unacked
+                lock = self.sql.lock_unacked
                 skipped = set(ids) - self._change_free(execute, ids, lock, settle)
             else:  # SQLite: one writer at a time, no locked rows
                 skipped = set()
-                self._change(execute, settle, ids)
+                self.change(execute, settle, ids)
             return skipped, self._release_groups(execute, groups)
 
         skipped, released = self._transact(token, work)
         # A skipped row is locked, or it is gone.
-        return AckResult(self._find_ids(self._sql.find_unacked, list(skipped)), released)
+        return AckResult(self._find_ids(self.sql.find_unacked, list(skipped)), released)
 
     def store_late_acks(self, token: int, ids: Sequence[int]) -> AckResult:
         """Settle the events that were fired at some time; ignore the others."""
@@ -373,7 +369,7 @@ class TableStore(Closeable):
             return [
                 row
                 for batch in split_batches(ids)
-                for row in self._run(execute, self._sql.find_fired_before, batch).rows()
+                for row in self._run(execute, self.sql.find_fired_before, batch).rows()
             ]
 
         fired = self._transact(token, find_fired)
@@ -386,7 +382,7 @@ class TableStore(Closeable):
         """Release all events whose groups are done; returns how many."""
 
         def work(execute: Execute) -> int:
-            groups = [row[0] for row in execute(self._sql.find_done_groups).rows()]
+            groups = [row[0] for row in execute(self.sql.find_done_groups).rows()]
             return len(self._release_groups(execute, groups))
 
         return self._transact(token, work)
@@ -395,8 +391,8 @@ class TableStore(Closeable):
         """Delete at most ``limit`` acked events that were due by ``until``; returns how many."""
 
         def work(execute: Execute) -> int:
-            old = [row[0] for row in execute(self._sql.read_old_acked, (until, limit)).rows()]
-            return self._change(execute, self._sql.delete_acked, old)
+            old = [row[0] for row in execute(self.sql.read_old_acked, (until, limit)).rows()]
+            return self.change(execute, self.sql.delete_acked, old)
 
         return self._transact(token, work)
 
@@ -409,7 +405,7 @@ class TableStore(Closeable):
 
         False if a row is locked: then the caller settles the rest in a transaction.
         """
-        settle = self._sql.fenced_ack_keep if self._keeps_acked else self._sql.fenced_ack_delete
+        settle = self.sql.fenced_ack_keep if self._keeps_acked else self.sql.fenced_ack_delete
         for batch in split_batches(ids):
             condition, matched = self.dialect.match_ids(batch)
             parameters = (self._name, token, *matched)
@@ -425,51 +421,13 @@ class TableStore(Closeable):
         """Release the events that wait for groups which are done; returns their ids."""
         released: list[int] = []
         for group in groups:
-            if execute(self._sql.find_unacked_member, (group,)).rows():
+            if execute(self.sql.find_unacked_member, (group,)).rows():
                 continue
-            waiting = [row[0] for row in execute(self._sql.lock_waiting, (group,)).rows()]
+            waiting = [row[0] for row in execute(self.sql.lock_waiting, (group,)).rows()]
             if waiting:
-                self._run(execute, self._sql.release_waiting, waiting)
+                self._run(execute, self.sql.release_waiting, waiting)
             released += waiting
         return released
-
-    # ── requests of users ────────────────────────────────────────────────────────────────────────
-
-    def ack_in_transaction(self, connection: Connection, ids: Sequence[int]) -> int:
-        """Settle events in the open transaction of ``connection``; returns how many."""
-        condition, parameters = self.dialect.match_ids(ids)
-        return execute_statement(connection, self._sql.ack_keep.where(condition), parameters).count
-
-    def count_by_state(self) -> dict[str, int]:
-        """Return how many events are in each state."""
-        found: dict[str, int] = dict(self.session.query(self._sql.count_by_state))
-        return {state: int(found.get(state, 0)) for state in STATES}
-
-    def retry(self, ids: Sequence[int] | None = None) -> int:
-        """Fire all dead letters again, or the dead and fired events among ids; returns how many."""
-        if ids is None:
-            return self.session.change(self._sql.retry_all)
-        return self.session.transact(lambda execute: self._change(execute, self._sql.retry, ids))
-
-    def cancel(self, ids: Sequence[int]) -> int:
-        """Delete events that were not fired yet; returns how many."""
-        return self.session.transact(lambda execute: self._change(execute, self._sql.cancel, ids))
-
-    def peek(self, state: str, limit: int) -> list[dict[str, Any]]:
-        """Return the first events in a state by fire time, with every column.
-
-        If a row cannot be read, groups and user's columns are ``None`` in all of them.
-        """
-        names = (*EVENT_COLUMNS, "last_error", *self.definition.column_names)
-        try:
-            rows = self.session.query(self._sql.peek, (state, limit))
-        except self.dialect.error as error:
-            if not self.dialect.is_unreadable(error):
-                raise
-            missing = (None,) * len(self.definition.column_names)
-            readable = self.session.query(self._sql.peek_readable, (state, limit))
-            rows = [(*row, *missing) for row in readable]
-        return [dict(zip(names, row, strict=True)) for row in rows]
 
     # ── statements about ids ─────────────────────────────────────────────────────────────────────
 
@@ -479,8 +437,8 @@ class TableStore(Closeable):
         condition, parameters = self.dialect.match_ids(ids)
         return execute(statement.where(condition), parameters)
 
-    def _change(self, execute: Execute, statement: FilteredStatement, ids: Sequence[int]) -> int:
-        """Change the rows of the ids; returns how many."""
+    def change(self, execute: Execute, statement: FilteredStatement, ids: Sequence[int]) -> int:
+        """Change the rows of the ids within a transaction; returns how many."""
         return sum(self._run(execute, statement, batch).count for batch in split_batches(ids))
 
     def _change_free(
