@@ -53,13 +53,13 @@ class HookedDisk(FaultyDisk):
         with self._lock:
             return {path.name for path in self._paths.values()}
 
-    def _pass(self, op: str, file: Path | int) -> Any:
-        path = file if isinstance(file, Path) else self._path(file)
+    def _begin(self, op: str, file: Path | int) -> Any:
+        path = file if isinstance(file, Path) else self._get_path(file)
         name = path.name if path else ""
         for planned in list(self._hooks):
             if planned.op == op and planned.match in name:
                 planned.hook(file)
-        return super()._pass(op, file)
+        return super()._begin(op, file)
 
 
 class Pause:

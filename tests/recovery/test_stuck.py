@@ -195,7 +195,7 @@ class BadSector(HookedDisk):
         self.failed = 0
 
     def read(self, fd: int, length: int, at: int) -> pa.Buffer:
-        path = self._path(fd)
+        path = self._get_path(fd)
         first = path is not None and path.name == f"{0:016}.chunk"
         if self.bad and first and at + length > self._first_byte and self.failed < self._times:
             self.failed += 1

@@ -1,6 +1,6 @@
-"""Stand-ins for what tests cannot command: time, disks that fail, a node at the far end.
+"""Substitutes for things that a test cannot control: time, a failing disk, a node, a destination.
 
-Shipped, so that you can test your own code against the same troubles as turnlane's::
+They are shipped, so that you can test your own code against the same failures as turnlane's::
 
     disk = FaultyDisk()
     disk.fail("sync", nth=2, error=errno.EIO)       # the second sync fails
@@ -10,22 +10,27 @@ Shipped, so that you can test your own code against the same troubles as turnlan
     node = MemoryQueue(QueueSettings.of())          # a proxy queue without a network
     proxy = open_queue(kind="proxy", transport=LoopbackTransport(node))
 
-    node = ModelNode()                              # one that persists and delivers when told to
+    node = ModelNode()                              # persists and delivers on command
     transport = FlakyTransport(node, crash=node.crash)
-    transport.die("after_send", nth=3, crash=True)  # the third block arrives; nobody hears of it
+    transport.die("after_send", nth=3, crash=True)  # the third block arrives without an answer
 
     output = FaultyOutput()                         # a destination
-    output.fail(RetryLater("busy"), times=3)        # that is busy for a while
+    output.fail(RetryLater("busy"), times=3)        # that is busy three times
 """
 
 from __future__ import annotations
 
-from turnlane.testing.clock import ManualClock
-from turnlane.testing.faulty_disk import OPERATIONS, FaultyDisk
-from turnlane.testing.flaky import FlakyConnection, FlakyTransport, Step
-from turnlane.testing.loopback import LoopbackConnection, LoopbackTransport
-from turnlane.testing.model_node import ModelConnection, ModelNode
-from turnlane.testing.output import FaultyOutput
+from turnlane.testing.machine import OPERATIONS, FaultyDisk, ManualClock
+from turnlane.testing.remote import (
+    FaultyOutput,
+    FlakyConnection,
+    FlakyTransport,
+    LoopbackConnection,
+    LoopbackTransport,
+    ModelConnection,
+    ModelNode,
+    Step,
+)
 
 __all__ = [
     "OPERATIONS",
