@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tests.outputs.web_servers import Handler, Reply, Server
 
@@ -50,12 +51,18 @@ class Destination:
         self.refuse = lambda _: None
 
 
-def pid_behind(port: int) -> int:
-    """Return the process that has a connection from this local port."""
+def find_pid(url: str, port: int) -> int:
+    """Return the process that has a connection to this server from this local port."""
+    server = urlsplit(url).port or 80
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    (socket,) = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}")}
+    # Other connections of this machine may have the same local port.
+    (socket,) = {
+        f"socket:[{row[9]}]"
+        for row in rows
+        if row[1].endswith(f":{port:04X}") and row[2].endswith(f":{server:04X}")
+    }
     for file in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # The process has ended, or belongs to another user.
             if str(file.readlink()) == socket:
                 return int(file.parts[2])
-    raise LookupError(f"nobody has port {port}")
+    raise LookupError(f"no process has a connection from port {port}")

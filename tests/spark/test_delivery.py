@@ -20,7 +20,7 @@ from pyspark.sql import SparkSession
 
 from tests.contract.harness import wait_until
 from tests.outputs.web_servers import Reply, run_server
-from tests.spark.destinations import Destination, pid_behind
+from tests.spark.destinations import Destination, find_pid
 from tests.spark.nodes import Served, serving
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.formats.parse_settings import ParseSettings
@@ -154,7 +154,7 @@ def test_events_in_flight_at_a_kill_are_sent_again(world: World) -> None:
     plain.refuse = hold
     values = world.send("plain", 50, start=95_000)
     assert sending.wait(PATIENCE)
-    os.kill(pid_behind(plain.peer), signal.SIGKILL)
+    os.kill(find_pid(plain.url, plain.peer), signal.SIGKILL)
     plain.back()
     release.set()
     world.wait_until_empty("plain")

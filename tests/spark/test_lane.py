@@ -15,7 +15,7 @@ from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from tests.contract.harness import wait_until
 from turnlane.cli.supervise import _about, _said
-from turnlane.spark import lane
+from turnlane.retry import Backoff
 from turnlane.spark import lane as lanes
 from turnlane.spark.batch_planning import TAKEN_EVENTS
 from turnlane.spark.lane import (
@@ -178,7 +178,7 @@ class TestQueryEvents:
     def test_failed_query_is_started_again_and_the_reason_shown(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(lanes, "FIRST_PAUSE", 0.0)
+        monkeypatch.setattr(lanes, "RESTART_BACKOFF", Backoff(0.0, 0.0))
         first, second = Query(), Query()
         first.error = StreamingQueryException(message="of the query")
         first.late = [first.make_event(0, 4)]
@@ -252,10 +252,10 @@ class TestStallDetector:
     @pytest.fixture(autouse=True)
     def _soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lanes, "POLL_SECONDS", 0.001)
-        monkeypatch.setattr(lane, "STALL_SECONDS", 0.01)
+        monkeypatch.setattr(lanes, "STALL_SECONDS", 0.01)
 
     def test_stall_is_reported_again_each_time_it_doubles(self) -> None:
-        quiet = lane.STALL_SECONDS
+        quiet = lanes.STALL_SECONDS
         found = StallDetector(100.0)
         moments = [0.5, 1.5, 1.6, 2.9, 3.1, 6.1, 6.3]
         said = [found.check(100.0 + each * quiet) is not None for each in moments]
