@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.delivery.limits import SAMPLES, AdaptiveLimit, FixedLimit, make_concurrency_limit
+from turnlane.delivery.limits import SAMPLES, ConcurrencyLimit, make_concurrency_limit
 from turnlane.delivery.settings import DeliverySettings
 
 
 class Load:
     """Sends at the full limit; every send takes the given time."""
 
-    def __init__(self, limit: AdaptiveLimit) -> None:
+    def __init__(self, limit: ConcurrencyLimit) -> None:
         self.limit = limit
         self.now = 0.0
 
@@ -29,13 +29,13 @@ class Load:
 
 
 def test_limit_grows_by_one_while_sends_stay_fast() -> None:
-    limit = AdaptiveLimit(1, 32)
+    limit = ConcurrencyLimit(1, 32)
     Load(limit).run_rounds(10, 0.1)
     assert limit.limit == 11
 
 
 def test_limit_that_is_not_reached_stays() -> None:
-    limit = AdaptiveLimit(1, 32, 8)
+    limit = ConcurrencyLimit(1, 32, 8)
     for step in range(1, 100):
         limit.on_start(3)
         limit.on_finish(step * 0.1, 0.1, is_pushed_back=False)
@@ -43,7 +43,7 @@ def test_limit_that_is_not_reached_stays() -> None:
 
 
 def test_push_back_shrinks_the_limit_by_a_tenth() -> None:
-    limit = AdaptiveLimit(1, 32, 20)
+    limit = ConcurrencyLimit(1, 32, 20)
     Load(limit).run_rounds(1, 0.1, pushed_back=True)
     assert limit.limit == 18
 
@@ -51,7 +51,7 @@ def test_push_back_shrinks_the_limit_by_a_tenth() -> None:
 def test_slower_sends_shrink_the_limit_more() -> None:
     left = []
     for seconds in (0.11, 0.15, 0.2, 1.0):
-        limit = AdaptiveLimit(1, 32, 20)
+        limit = ConcurrencyLimit(1, 32, 20)
         load = Load(limit)
         load.run_rounds(1, 0.1)
         before = limit.limit
@@ -63,7 +63,7 @@ def test_slower_sends_shrink_the_limit_more() -> None:
 
 
 def test_limit_grows_again_if_a_destination_stays_slower() -> None:
-    limit = AdaptiveLimit(1, 32, 20)
+    limit = ConcurrencyLimit(1, 32, 20)
     load = Load(limit)
     load.run_rounds(5, 0.1)
     load.run_rounds(60, 0.3)
@@ -72,7 +72,7 @@ def test_limit_grows_again_if_a_destination_stays_slower() -> None:
 
 @pytest.mark.parametrize("capacity", [2, 4, 16])
 def test_limit_settles_near_the_capacity_of_the_destination(capacity: int) -> None:
-    limit = AdaptiveLimit(1, 64)
+    limit = ConcurrencyLimit(1, 64)
     load = Load(limit)
     for _ in range(300):
         load.run_rounds(1, 0.05 * max(1.0, limit.limit / capacity))
@@ -88,7 +88,7 @@ def test_limit_settles_near_the_capacity_of_the_destination(capacity: int) -> No
 def test_limit_stays_within_its_bounds(
     least: int, most: int, hint: int, sends: list[tuple[float, bool, bool]]
 ) -> None:
-    limit = AdaptiveLimit(least, most, hint)
+    limit = ConcurrencyLimit(least, most, hint)
     now = 0.0
     for seconds, failed, busy in sends:
         now += seconds
@@ -106,6 +106,7 @@ def test_limit_starts_at_the_hint_within_its_bounds() -> None:
 
 def test_fixed_limit_never_changes() -> None:
     limit = make_concurrency_limit(DeliverySettings(concurrency=7), 3)
-    limit.on_finish(1.0, 0.1, is_pushed_back=True)
-    assert isinstance(limit, FixedLimit)
-    assert limit.limit == 7
+    for number in range(100):
+        limit.on_start(7)
+        limit.on_finish(10.0 * number, 0.01 * number, is_pushed_back=number % 20 == 19)
+        assert limit.limit == 7

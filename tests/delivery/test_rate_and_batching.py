@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.delivery.harness import deliver, make_block, make_settings
-from turnlane.delivery.batching import get_event_sizes, split_by_size
+from turnlane.delivery.batching import estimate_payload_sizes, split_by_size
 from turnlane.delivery.destination import LocalDestinationState
 from turnlane.events import Block, block_of
 from turnlane.testing import FaultyOutput
@@ -57,8 +57,8 @@ def test_batches_keep_within_both_limits_and_contain_every_row(
 
 def test_event_sizes_come_from_the_payload_or_the_value() -> None:
     block = block_of([b"four", b"", b"three"])
-    assert get_event_sizes(block).tolist() == [4, 0, 5]
+    assert estimate_payload_sizes(block).tolist() == [4, 0, 5]
     block = block.append_column("payload", pa.array([b"1", None, b"333"]))
-    assert get_event_sizes(block).tolist() == [1, 0, 3]
-    assert get_event_sizes(block.slice(2)).tolist() == [3]
-    assert len(get_event_sizes(block.select(["severity"]))) == 3
+    assert estimate_payload_sizes(block).tolist() == [1, 0, 3]
+    assert estimate_payload_sizes(block.slice(2)).tolist() == [3]
+    assert len(estimate_payload_sizes(block.select(["severity"]))) == 3

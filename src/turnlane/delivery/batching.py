@@ -248,7 +248,8 @@ class BatchCutter:
         return batches
 
     def _split(self, rows: Block) -> list[range]:
-        return split_by_size(get_event_sizes(rows), self._max_events, self._settings.batch_bytes)
+        sizes = estimate_payload_sizes(rows)
+        return split_by_size(sizes, self._max_events, self._settings.batch_bytes)
 
     def _cut_by_key(self, progress: BlockProgress) -> Iterator[SendBatch]:
         """Cut so that all rows of a key are in one lane, in their order."""
@@ -281,7 +282,7 @@ class BatchCutter:
         return SendBatch(progress, rows, numbers, order, BadRowSearch(len(numbers)), lane, keys)
 
 
-def get_event_sizes(block: Block) -> Sizes:
+def estimate_payload_sizes(block: Block) -> Sizes:
     """Return the approximate bytes of each event at the destination."""
     for name in ("payload", "value"):
         at = block.schema.get_field_index(name)

@@ -165,7 +165,6 @@ class LocalDestinationState:
         self._retry_failures: Counter[str] = Counter()
 
     def request_permit(self) -> SendPermit:
-        """Return what may be sent now. Only one caller at a time gets a probe."""
         with self._lock:
             now = self._clock.monotonic()
             permit = self._make_permit(now)
@@ -183,16 +182,11 @@ class LocalDestinationState:
             return self._make_permit(self._clock.monotonic())
 
     def report(self, report: SendReport) -> None:
-        """Record how sends went."""
         with self._lock:
             self._count(report)
             self._update_breaker(report)
 
     def claim(self, count: int, within: float) -> float:
-        """Return the seconds until ``count`` events may be sent; claim them if ``within`` allows.
-
-        Without a ``rate_limit`` they may be sent now.
-        """
         with self._lock:
             if self._bucket is None:
                 return 0.0
@@ -512,7 +506,11 @@ class RateQuota:
         if count > self._claimed:
             if now < self._ask_at:
                 return self._refused_wait
-            wait = self._claim(count - self._claimed, until - now)
+            try:
+                wait = self._state.claim(count - self._claimed, max(0.0, until - now))
+            except RetryLater as error:
+                log.warning("delivery.rate_unavailable", error=error, hint="events are deferred")
+                wait = math.inf
             if wait > until - now:
                 self._ask_at, self._refused_wait = now + CLAIM_RETRY, wait
                 return wait
@@ -523,10 +521,3 @@ class RateQuota:
     def take(self, count: int) -> None:
         """Use tokens for which ``get_wait`` returned 0."""
         self._claimed -= count
-
-    def _claim(self, count: int, within: float) -> float:
-        try:
-            return self._state.claim(count, max(0.0, within))
-        except RetryLater as error:
-            log.warning("delivery.rate_unavailable", error=error, hint="the events are deferred")
-            return math.inf

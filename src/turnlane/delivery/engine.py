@@ -32,6 +32,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from typing import Final
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
@@ -49,16 +50,15 @@ from turnlane.delivery.results import BlockProgress, BlockResult, RowState
 from turnlane.delivery.settings import DeliverySettings, Ordering
 from turnlane.delivery.workers import (
     IN_FLIGHT,
-    CapacityFreed,
     DeliveryOutput,
     Mailbox,
     Message,
     PrepareFinished,
+    RunSignal,
     SendActivity,
     SendAttempt,
     SendFinished,
     SendWorkers,
-    StopRequested,
 )
 from turnlane.events import Block
 from turnlane.runtime import Closeable
@@ -103,13 +103,17 @@ class Engine(Closeable):
         takes_apart: bool = False,
         activity: SendActivity | None = None,
     ) -> None:
-        self._settings = settings
-        self._destination = destination
-        self._clock = clock
-        self._chance = chance
-        self._grace = grace
-        self._takes_apart = takes_apart
         self._workers = SendWorkers(output, clock, activity)
+        self._make_run = partial(
+            DeliveryRun,
+            self._workers,
+            settings,
+            destination,
+            clock=clock,
+            chance=chance,
+            grace=grace,
+            takes_apart=takes_apart,
+        )
         self._lock = threading.Lock()
         """Guards what follows: any thread may stop or close the engine."""
         self._run: DeliveryRun | None = None
@@ -126,15 +130,7 @@ class Engine(Closeable):
         Yields a result for every block, in order. Blocks are taken from the iterable when there is
         room for them. Close the generator if you do not iterate to its end.
         """
-        run = DeliveryRun(
-            self._workers,
-            self._settings,
-            self._destination,
-            clock=self._clock,
-            chance=self._chance,
-            grace=self._grace,
-            takes_apart=self._takes_apart,
-        )
+        run = self._make_run()
         with self._lock:
             assert self._run is None, "an engine delivers one run at a time"
             self._run = run
@@ -154,7 +150,7 @@ class Engine(Closeable):
         with self._lock:
             self._stopped = True
             if self._run is not None:
-                self._run.mailbox.put(StopRequested())
+                self._run.mailbox.put(RunSignal.STOP)
 
     def close(self) -> None:
         """Stop, and let the threads end; does not wait for sends in progress.
@@ -312,7 +308,7 @@ class DeliveryRun:
         return IN_FLIGHT.take(self._settings.max_in_flight, self._on_capacity_freed)
 
     def _on_capacity_freed(self) -> None:
-        self.mailbox.put(CapacityFreed())
+        self.mailbox.put(RunSignal.CAPACITY_FREED)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────
 
@@ -346,7 +342,7 @@ class DeliveryRun:
                 self._on_prepare_finished(message)
             case SendFinished():
                 self._on_send_finished(message)
-            case StopRequested() if self._give_up_at is None:
+            case RunSignal.STOP if self._give_up_at is None:
                 self.stop()
 
     def _on_prepare_finished(self, message: PrepareFinished) -> None:

@@ -11,43 +11,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from turnlane.delivery.batching import SendBatch
 from turnlane.delivery.results import RowState
 from turnlane.errors import Bug, Never, PartlyDelivered, PayloadTooLarge, RetryLater
-
-
-class ErrorClass(enum.Enum):
-    """What an output's error says about the events of an attempt."""
-
-    RETRY = "retry"
-    """The same events may succeed later."""
-    TOO_LARGE = "too_large"
-    """Fewer events at a time may succeed."""
-    REFUSED = "refused"
-    """At least one of the events can never be delivered."""
-    PARTIAL = "partial"
-    """Each event has its own error, or was delivered."""
-    UNKNOWN = "unknown"
-    """Not an error of turnlane: the same events are tried again a limited number of times."""
-
-
-def classify_send_error(error: BaseException) -> ErrorClass:
-    """Return what an error of ``send`` means."""
-    match error:
-        case RetryLater():
-            return ErrorClass.RETRY
-        case PayloadTooLarge():
-            return ErrorClass.TOO_LARGE
-        case Never():
-            return ErrorClass.REFUSED
-        case PartlyDelivered():
-            return ErrorClass.PARTIAL
-        case _:
-            return ErrorClass.UNKNOWN
 
 
 def get_retry_after(error: BaseException) -> float | None:
@@ -112,21 +81,20 @@ def decide_after_send(
 ) -> AttemptDecision:
     """Decide after the first ``count`` rows of a batch were sent; without an error they arrived."""
     batch.tries += 1
-    if error is None:
-        batch.settle_delivered(count)
-        if batch.search.is_first_row_bad and batch.refusal is not None:
-            batch.search = batch.search.after_refusal(1)
-            batch.settle_dead(batch.refusal)
-        return AttemptDecision(AttemptSignal.ANSWERED, now=_get_open(batch))
-    match classify_send_error(error):
-        case ErrorClass.RETRY:
+    match error:
+        case None:
+            batch.settle_delivered(count)
+            if batch.search.is_first_row_bad and batch.refusal is not None:
+                batch.search = batch.search.after_refusal(1)
+                batch.settle_dead(batch.refusal)
+        case RetryLater():
             return AttemptDecision(AttemptSignal.FAILED, later=batch, error=error)
-        case ErrorClass.TOO_LARGE:
+        case PayloadTooLarge():  # fewer events at a time may succeed
             batch.search = batch.search.after_too_large(count)
             _settle_single(batch, count, error)
-        case ErrorClass.REFUSED:
+        case Never():  # at least one of the events can never be delivered
             _record_refusal(batch, count, error, is_certain=True)
-        case ErrorClass.PARTIAL if isinstance(error, PartlyDelivered):
+        case PartlyDelivered():
             return _decide_after_partial(batch, count, error, max_attempts)
         case _:
             return _decide_after_unknown(batch, count, error, max_attempts)
@@ -155,10 +123,6 @@ def _decide_after_unknown(
     return AttemptDecision(signal, now=_get_open(batch), error=error)
 
 
-_UNCLEAR: Final = frozenset({ErrorClass.UNKNOWN, ErrorClass.PARTIAL})
-"""Errors that make no sense for a single event of a send."""
-
-
 def _decide_after_partial(
     batch: SendBatch, count: int, error: PartlyDelivered, max_attempts: int
 ) -> AttemptDecision:
@@ -168,14 +132,21 @@ def _decide_after_partial(
         rows = sorted(failures)
         bug = Bug(f"the output reported rows {rows} as failed, but was given rows 0 to {count - 1}")
         return _decide_after_unknown(batch, count, bug, max_attempts)
-    retried = _select_retries(batch, failures, max_attempts)
+    if any(map(_is_unclear, failures.values())):
+        batch.unknown_errors += 1
+    can_retry_unclear = batch.unknown_errors < max_attempts
+    retried = {
+        row: each
+        for row, each in failures.items()
+        if isinstance(each, RetryLater) or (can_retry_unclear and _is_unclear(each))
+    }
     _settle_rows(batch, count, failures, retried)
     later = batch.select(np.array(sorted(retried), dtype=np.int64)) if retried else None
     batch.search = batch.search.after_delivery(count)
     batch.drop_first(count)
     if later is not None:
         batch.event_refs = set()
-        if not any(classify_send_error(each) in _UNCLEAR for each in retried.values()):
+        if not any(map(_is_unclear, retried.values())):
             later.unknown_errors = 0
     longest = max(retried.values(), key=lambda each: get_retry_after(each) or 0.0, default=None)
     # A destination that asks for a wait must not be tried sooner with other events either.
@@ -187,19 +158,6 @@ def _decide_after_partial(
     else:
         signal = AttemptSignal.PARTIAL
     return AttemptDecision(signal, later, _get_open(batch), longest)
-
-
-def _select_retries(
-    batch: SendBatch, failures: Mapping[int, BaseException], max_attempts: int
-) -> dict[int, BaseException]:
-    """Return the failures of the rows that are tried again."""
-    classes = {row: classify_send_error(error) for row, error in failures.items()}
-    retried = {ErrorClass.RETRY}
-    if not _UNCLEAR.isdisjoint(classes.values()):
-        batch.unknown_errors += 1
-        if batch.unknown_errors < max_attempts:
-            retried |= _UNCLEAR
-    return {row: failures[row] for row, each in classes.items() if each in retried}
 
 
 def _settle_rows(
@@ -221,6 +179,11 @@ def _settle_rows(
         batch.progress.settle_dead(
             batch.block.take(rows), numbers[rows], failures[rows[0]], attempts
         )
+
+
+def _is_unclear(error: BaseException) -> bool:
+    """Whether an error makes no sense for a single event of a send: it is tried again, limited."""
+    return not isinstance(error, RetryLater | Never)
 
 
 def _record_refusal(

@@ -9,7 +9,7 @@ average would grow with it.
 from __future__ import annotations
 
 import math
-from typing import Final, Protocol
+from typing import Final
 
 from turnlane.delivery.settings import DeliverySettings, Ordering
 
@@ -28,42 +28,20 @@ BASE_RISE: Final = 0.02
 """How fast the base time follows shorter and longer sends."""
 
 
-class ConcurrencyLimit(Protocol):
-    """The number of sends at a time."""
-
-    limit: int
-
-    def on_start(self, in_flight: int) -> None:
-        """Record that a send started; ``in_flight`` sends are in progress, including this one."""
-
-    def on_finish(self, now: float, seconds: float | None, *, is_pushed_back: bool) -> None:
-        """Record that a send ended; ``seconds`` of successes only, because failures are quick."""
-
-
 def make_concurrency_limit(settings: DeliverySettings, hint: int | None = None) -> ConcurrencyLimit:
     """Return the limit that the settings describe; ``hint`` is a limit that worked well lately."""
     if settings.ordering is Ordering.STRICT:
-        return FixedLimit(1)
+        return ConcurrencyLimit(1, 1)
     if isinstance(settings.concurrency, int):
-        return FixedLimit(settings.concurrency)
-    return AdaptiveLimit(settings.min_concurrency, settings.max_concurrency, hint)
+        return ConcurrencyLimit(settings.concurrency, settings.concurrency)
+    return ConcurrencyLimit(settings.min_concurrency, settings.max_concurrency, hint)
 
 
-class FixedLimit:
-    """Always the same number."""
+class ConcurrencyLimit:
+    """As many sends as the destination can take, between ``least`` and ``most``.
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-
-    def on_start(self, in_flight: int) -> None:
-        """Do nothing."""
-
-    def on_finish(self, now: float, seconds: float | None, *, is_pushed_back: bool) -> None:
-        """Do nothing."""
-
-
-class AdaptiveLimit:
-    """As many sends as the destination can take, between ``least`` and ``most``."""
+    If these are equal, the limit is fixed. Only the thread of a run uses it.
+    """
 
     def __init__(self, least: int, most: int, start: int | None = None) -> None:
         self.limit = min(most, max(least, start or least))
@@ -78,11 +56,14 @@ class AdaptiveLimit:
         self._seconds = 0.0
 
     def on_start(self, in_flight: int) -> None:
-        """Record that a send started."""
+        """Record that a send started; ``in_flight`` sends are in progress, including this one."""
         self._was_reached = self._was_reached or in_flight >= self.limit
 
     def on_finish(self, now: float, seconds: float | None, *, is_pushed_back: bool) -> None:
-        """Record that a send ended, and change the limit if there are enough samples."""
+        """Record that a send ended, and change the limit if there are enough samples.
+
+        ``seconds`` is the time of a success only, because failures are quick.
+        """
         self._was_pushed_back = self._was_pushed_back or is_pushed_back
         if seconds is not None:
             self._count += 1

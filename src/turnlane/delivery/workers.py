@@ -7,6 +7,7 @@ a send that never returns must not keep the process from ending.
 
 from __future__ import annotations
 
+import enum
 import queue
 import threading
 from collections.abc import Callable
@@ -72,17 +73,16 @@ class SendFinished:
     unprepared: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StopRequested:
+class RunSignal(enum.Enum):
+    """A message without contents."""
+
+    STOP = enum.auto()
     """The run must end: it starts no more sends."""
-
-
-@dataclass(frozen=True, slots=True)
-class CapacityFreed:
+    CAPACITY_FREED = enum.auto()
     """A send of another run ended, so this run may be allowed to send."""
 
 
-Message: TypeAlias = PrepareFinished | SendFinished | StopRequested | CapacityFreed
+Message: TypeAlias = PrepareFinished | SendFinished | RunSignal
 Mailbox: TypeAlias = "queue.SimpleQueue[Message]"
 
 
@@ -171,12 +171,7 @@ class SendWorkers(Closeable):
         rows = batch.block.slice(0, count)
 
         def job() -> None:
-            try:
-                payload = self._prepare(rows)
-            except BaseException as error:  # noqa: BLE001 - the run decides what it means
-                mailbox.put(PrepareFinished(batch, count, None, error))
-            else:
-                mailbox.put(PrepareFinished(batch, count, payload))
+            mailbox.put(PrepareFinished(batch, count, *self._prepare(rows)))
 
         self._preparers.start(job)
 
@@ -186,11 +181,18 @@ class SendWorkers(Closeable):
         The caller has counted the send in ``IN_FLIGHT``; the worker gives that back.
         """
         batch = attempt.batch
+        rows = None if batch.prepared else batch.block.slice(0, attempt.count)
         payload = batch.payload
-        unprepared = None if batch.prepared else batch.block.slice(0, attempt.count)
 
         def job() -> None:
-            message = self._send(attempt, payload, unprepared)
+            if rows is None:
+                message = self._send(attempt, payload)
+            else:
+                prepared, error = self._prepare(rows)
+                if error is None:
+                    message = self._send(attempt, prepared)
+                else:
+                    message = SendFinished(attempt, 0.0, error, unprepared=True)
             IN_FLIGHT.give_back()
             mailbox.put(message)
 
@@ -217,24 +219,16 @@ class SendWorkers(Closeable):
         self._preparers.close()
         self._senders.close()
 
-    def _prepare(self, rows: Block) -> Any:  # noqa: ANN401 - the output's own type
+    def _prepare(self, rows: Block) -> tuple[Any, BaseException | None]:
         self._activity.add(preparing=1)
         try:
-            return self._output.prepare(rows)
+            return self._output.prepare(rows), None
+        except BaseException as error:  # noqa: BLE001 - the run decides what it means
+            return None, error
         finally:
             self._activity.add(preparing=-1)
 
-    def _send(
-        self,
-        attempt: SendAttempt,
-        payload: Any,  # noqa: ANN401 - the output's own type
-        unprepared: Block | None,
-    ) -> SendFinished:
-        if unprepared is not None:
-            try:
-                payload = self._prepare(unprepared)
-            except BaseException as error:  # noqa: BLE001 - the run decides what it means
-                return SendFinished(attempt, 0.0, error, unprepared=True)
+    def _send(self, attempt: SendAttempt, payload: Any) -> SendFinished:  # noqa: ANN401
         started = self._clock.monotonic()
         failure: BaseException | None = None
         self._activity.add(sending=1)
