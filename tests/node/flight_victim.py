@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.frozen import freeze_process
 from turnlane.node.flight.server import FlightPlane
 from turnlane.node.node import Node
 from turnlane.serving.address import LOOPBACK, Address
@@ -44,7 +45,10 @@ class Victim:
     def freeze(self, *, frozen: bool) -> None:
         """Have it do nothing at all, connections and all, or go on."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
+        if frozen:
+            freeze_process(self._process.pid)
+        else:
+            self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """kill -9."""

@@ -16,6 +16,8 @@ from typing import Any
 
 import pymysql
 
+from tests.frozen import freeze_process
+
 TIMEOUT = 60.0
 
 
@@ -113,7 +115,7 @@ class MariadbServer:
         return pymysql.connect(host="127.0.0.1", port=self._port, user="root", autocommit=True)
 
     def restart(self) -> None:
-        """ProcessKill the server and start it again."""
+        """Kill the server and start it again."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
@@ -123,7 +125,7 @@ class MariadbServer:
     def silent(self) -> Iterator[None]:
         """Stop the process for a while: connections stay open, and no answer comes."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        freeze_process(self._process.pid)
         try:
             yield
         finally:

@@ -19,6 +19,7 @@ import psycopg
 import pymysql
 import pytest
 
+from tests.frozen import freeze_process
 from tests.table.database_fixture import (
     TIMEOUT,
     DatabaseFixture,
@@ -211,7 +212,7 @@ def hold_events(db: DatabaseFixture, queue: table.TableQueue) -> Iterator[subpro
 
 def stop_until_takeover(process: subprocess.Popen[str], other: Manager) -> bool:
     """Stop a process; whether another manager takes the lead. It cannot during a transaction."""
-    process.send_signal(signal.SIGSTOP)
+    freeze_process(process.pid)
     until = time.monotonic() + 5
     while not other.can_fire and time.monotonic() < until:
         time.sleep(0.01)  # the lease ends by the database's clock
