@@ -18,6 +18,8 @@ from turnlane.serving.auth import Authority
 
 QUEUES = {"main": {"sync_interval": "20ms", "shutdown_timeout": "1s"}}
 
+ROOT = Path(__file__).parents[2]
+
 
 class Victim:
     """The process, started again and again on the same data and port."""
@@ -33,9 +35,9 @@ class Victim:
 
     def start(self) -> None:
         """Start, and wait until it listens."""
-        command = [sys.executable, __file__, str(self.data), str(self.port)]
+        command = [sys.executable, "-m", "tests.node.flight_victim", str(self.data), str(self.port)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], 30)
