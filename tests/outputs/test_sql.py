@@ -577,14 +577,14 @@ def test_errors_of_sqlite_say_whether_the_events_are_the_cause(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"url": "oracle://a/b"}, "is none of postgresql://"),
+        ({"url": "oracle://a/b"}, "must be a URL such as postgresql://"),
         ({"url": "postgresql://user:secret@host/db"}, "holds a password"),
         ({"url": "sqlite://file.db"}, "sqlite:///file.db"),
         ({"table": 'a"; DROP TABLE b'}, "pattern"),
         ({"columns": {}}, "at least 1"),
-        ({"key": ["other"]}, "other is none of the columns"),
+        ({"key": ["other"]}, "other is not one of the columns"),
         ({"delivered_as": "x"}, "needs exactly_once: true"),
-        ({"tls": {"verify": False}}, "means nothing for a file"),
+        ({"tls": {"verify": False}}, "needs a database server"),
     ],
 )
 def test_contradictory_settings_are_refused(knobs: dict[str, Any], message: str) -> None:

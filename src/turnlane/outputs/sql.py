@@ -13,7 +13,7 @@ import contextlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, Self
+from typing import Annotated, Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
@@ -36,7 +36,7 @@ from turnlane.formats.lines import joined
 from turnlane.logs import get_logger
 from turnlane.outputs.api import ExactlyOnceSettings, Output, OutputSettings
 from turnlane.outputs.connections import ClientTls, ConnectionPool, abort_descriptor
-from turnlane.outputs.sql_rows import DeliveredRanges, DeliveryRecord, TableRows, build_rows
+from turnlane.outputs.sql_rows import DeliveryRecord, TableRows, build_rows
 from turnlane.outputs.templates import ISO_TIME
 from turnlane.runtime import Closeable, read_secret
 from turnlane.units import Duration
@@ -44,18 +44,70 @@ from turnlane.validation import ConfigIssue, ContradictorySettings
 
 log = get_logger(__name__)
 
+# ── settings ─────────────────────────────────────────────────────────────────────────────────────
+
+_EXAMPLES: Final = ["postgresql://user@host/db", "mysql://user@host/db", "sqlite:///file.db"]
+
+
+def _check_url(url: str) -> str:
+    if get_dialect_name(url) is None:
+        raise ValueError(f"must be a URL such as {', '.join(_EXAMPLES)}")
+    if get_dialect_name(url) == "sqlite" and not url.startswith("sqlite:///"):
+        raise ValueError("write sqlite:///file.db, or sqlite:////tmp/file.db for an absolute path")
+    return check_url_setting(url)
+
+
+Name = Annotated[str, Field(pattern=r"^\w[\w$ -]*$")]
+TableName = Annotated[str, Field(pattern=r"^\w[\w$ -]*(\.\w[\w$ -]*)?$")]
+
+
+class SqlSettings(ExactlyOnceSettings, OutputSettings):
+    """The settings of the output ``sql``."""
+
+    url: Annotated[str, AfterValidator(_check_url)] = Field(
+        description="The database, without a password.", examples=_EXAMPLES
+    )
+    password_env: str | None = Field(
+        default=None, description="The environment variable that has the password."
+    )
+    password_file: Path | None = Field(default=None, description="The file that has the password.")
+    tls: ClientTls | None = Field(
+        default=None,
+        description="Require TLS: the authorities to trust, and the certificate to present.",
+    )
+    table: TableName = Field(description="The table, which must exist.")
+    columns: dict[Name, str] = Field(
+        min_length=1,
+        description="The table's columns, each with its source: a column of the events, "
+        "a path such as `headers.team` or `value.user.id` (into JSON), or `event_id`.",
+    )
+    key: tuple[Name, ...] = Field(
+        default=(),
+        description="Columns that have a unique index: a row replaces another with the same key.",
+    )
+    connect_timeout: Duration = Field(
+        default=10.0, gt=0, description="How long it may take to connect."
+    )
+    timeout: Duration = Field(
+        default=20.0, gt=0, description="How long a statement, or waiting for a lock, may take."
+    )
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        issues = [
+            ConfigIssue("key", f"{name} is not one of the columns")
+            for name in self.key
+            if name not in self.columns
+        ]
+        issues += self.find_exactly_once_issues()
+        if self.tls is not None and get_dialect_name(self.url) == "sqlite":
+            issues.append(ConfigIssue("tls", "needs a database server; sqlite is a file"))
+        if issues:
+            raise ContradictorySettings(issues)
+        return self
+
+
 # ── writers ──────────────────────────────────────────────────────────────────────────────────────
-
-
-class Target(NamedTuple):
-    """The table that a writer writes into."""
-
-    table: str
-    columns: tuple[str, ...]
-    key: tuple[str, ...]
-    delivered_as: str | None
-    """The name in the record of delivered offsets; ``None`` means that there is no record."""
-    timeout: float
 
 
 class TableWriter(Closeable):
@@ -64,17 +116,17 @@ class TableWriter(Closeable):
     Raises turnlane's errors, and the driver's error where its meaning is unknown.
     """
 
-    def __init__(self, dialect: Dialect, target: Target) -> None:
+    def __init__(self, dialect: Dialect, settings: SqlSettings) -> None:
         self._dialect = dialect
-        self.target = target
+        self.settings = settings
         quote = dialect.quote_name
-        self._table = ".".join(map(quote, target.table.split(".")))
-        self._columns = ", ".join(map(quote, target.columns))
-        self._key = ", ".join(map(quote, target.key))
+        self._table = ".".join(map(quote, settings.table.split(".")))
+        self._columns = ", ".join(map(quote, settings.columns))
+        self._key = ", ".join(map(quote, settings.key))
         self._record: DeliveryRecord | None = None
-        if target.delivered_as is not None:
-            ranges = DeliveredRanges(target.delivered_as, quote, self.execute)
-            self._record = DeliveryRecord(ranges, self.transaction, f" {dialect.lock}")
+        name = settings.get_delivery_name(settings.table)
+        if name is not None:
+            self._record = DeliveryRecord(name, quote, self.execute, self.transaction, dialect.lock)
         with self._translate_errors():
             self._connection = dialect.connect()
             try:
@@ -113,12 +165,18 @@ class TableWriter(Closeable):
     def write(self, rows: TableRows) -> None:
         """Write all rows in one transaction, except the rows that an earlier one wrote."""
         with self._translate_errors():
-            if rows.positions and self._record is not None:
-                self._record.prepare(rows.positions)
+            record, new = self._record if rows.positions else None, rows.columns
+            if record is not None:
+                record.prepare(rows.positions)
             with self.transaction():
-                fresh = self._select_fresh(rows)
-                if fresh.num_rows:
-                    self.insert(fresh)
+                if record is not None:
+                    new = new.take(record.record(rows.positions))
+                if new.num_rows:
+                    self.insert(new)
+            repeats = rows.columns.num_rows - new.num_rows
+            if repeats:
+                table = self.settings.table
+                log.info("sql.repeated_events_skipped", table=table, events=repeats)
 
     def execute(self, statement: str, values: Sequence[Any]) -> Sequence[Any]:
         """Run a statement whose parameters are ``?``; returns its rows."""
@@ -128,17 +186,6 @@ class TableWriter(Closeable):
     def transaction(self) -> contextlib.AbstractContextManager[None]:
         """Run a transaction; an exception rolls it back."""
         return self._dialect.transaction(self._connection)
-
-    def _select_fresh(self, rows: TableRows) -> pa.RecordBatch:
-        """Return the rows that are not in the table yet, and record them as delivered."""
-        if not rows.positions or self._record is None:
-            return rows.columns
-        chosen = self._record.record(rows.positions)
-        repeated = rows.columns.num_rows - len(chosen)
-        if not repeated:
-            return rows.columns
-        log.info("sql.repeated_events_skipped", table=self.target.table, events=repeated)
-        return rows.columns.take(chosen)
 
     @contextlib.contextmanager
     def _translate_errors(self) -> Iterator[None]:
@@ -156,12 +203,12 @@ class TableWriter(Closeable):
         return f"SELECT {self._columns} FROM {self._table} LIMIT 0"  # noqa: S608 - quoted names
 
     def _insert_values(self) -> str:
-        values = ", ".join([self._dialect.placeholder] * len(self.target.columns))
+        values = ", ".join([self._dialect.placeholder] * len(self.settings.columns))
         return f"INSERT INTO {self._table} ({self._columns}) VALUES ({values})"  # noqa: S608
 
     def _set_others(self, form: str) -> str:
         """Return the columns outside the key, each in a form such as ``{0} = EXCLUDED.{0}``."""
-        names = (name for name in self.target.columns if name not in self.target.key)
+        names = (name for name in self.settings.columns if name not in self.settings.key)
         return ", ".join(form.format(self._dialect.quote_name(name)) for name in names)
 
     def _on_conflict(self) -> str:
@@ -184,21 +231,21 @@ class PostgresWriter(TableWriter):
     def _inspect_table(self) -> None:
         found = self._connection.execute(self._select_nothing())
         codes = (each.type_code for each in found.description)
-        self._types = dict(zip(self.target.columns, codes, strict=True))
-        if self.target.key:
+        self._types = dict(zip(self.settings.columns, codes, strict=True))
+        if self.settings.key:
             rows = f"SELECT {self._columns}, CAST(0 AS bigint) AS {_ROW} FROM {self._table}"  # noqa: S608
             self._connection.execute(
                 f"CREATE TEMPORARY TABLE {_INCOMING} ON COMMIT DELETE ROWS AS {rows} WITH NO DATA"
             )
 
     def insert(self, rows: pa.RecordBatch) -> None:
-        if not self.target.key:
+        if not self.settings.key:
             self._copy(f"{self._table} ({self._columns})", rows)
             return
         numbers = pa.array(np.arange(rows.num_rows))
         self._copy(f"{_INCOMING} ({self._columns}, {_ROW})", rows.append_column(_ROW, numbers))
         # The last row of each key; a row without a whole key is a row by itself.
-        key = list(map(self._dialect.quote_name, self.target.key))
+        key = list(map(self._dialect.quote_name, self.settings.key))
         lacking = " OR ".join(f"{name} IS NULL" for name in key)
         distinct = f"{self._key}, CASE WHEN {lacking} THEN {_ROW} END"
         self._connection.execute(
@@ -257,7 +304,7 @@ class MysqlWriter(TableWriter):
             "sql_mode = CONCAT(@@sql_mode, ',STRICT_ALL_TABLES')",
             "time_zone = '+00:00'",
             # The server gives up before the driver does.
-            f"innodb_lock_wait_timeout = {max(1, int(self.target.timeout) // 2)}",
+            f"innodb_lock_wait_timeout = {max(1, int(self.settings.timeout) // 2)}",
         ):
             self.execute(f"SET SESSION {setting}", [])
         ((packet,),) = self.execute("SELECT @@max_allowed_packet", [])
@@ -268,9 +315,9 @@ class MysqlWriter(TableWriter):
         if rows.nbytes > self._largest:
             raise PayloadTooLarge(f"{rows.nbytes} bytes are too many for max_allowed_packet")
         statement = self._insert_values()
-        if self.target.key:
+        if self.settings.key:
             # Without other columns to set, the key is set to its own value.
-            same = self._dialect.quote_name(self.target.key[0])
+            same = self._dialect.quote_name(self.settings.key[0])
             others = self._set_others("{0} = VALUES({0})") or f"{same} = {same}"
             statement += f" ON DUPLICATE KEY UPDATE {others}"
         with self._connection.cursor() as cursor:
@@ -294,7 +341,7 @@ class SqliteWriter(TableWriter):
 
     def _inspect_table(self) -> None:
         self.execute(self._select_nothing(), [])
-        *schema, table = self.target.table.split(".")
+        *schema, table = self.settings.table.split(".")
         listed = self.execute(
             "SELECT name, type FROM pragma_table_info(?, ?)", [table, *(schema or ["main"])]
         )
@@ -302,7 +349,7 @@ class SqliteWriter(TableWriter):
 
     def insert(self, rows: pa.RecordBatch) -> None:
         statement = self._insert_values()
-        if self.target.key:
+        if self.settings.key:
             statement += f" {self._on_conflict()}"
         columns = map(self._convert, rows.columns, rows.schema.names)
         self._connection.executemany(statement, _to_tuples(columns))
@@ -346,65 +393,6 @@ def _to_tuples(columns: Iterator[Any]) -> list[tuple[Any, ...]]:
 
 # ── the output ───────────────────────────────────────────────────────────────────────────────────
 
-_EXAMPLES: Final = ["postgresql://user@host/db", "mysql://user@host/db", "sqlite:///file.db"]
-
-
-def _check_url(url: str) -> str:
-    if get_dialect_name(url) is None:
-        raise ValueError(f"is none of {', '.join(_EXAMPLES)}")
-    if get_dialect_name(url) == "sqlite" and not url.startswith("sqlite:///"):
-        raise ValueError("write sqlite:///file.db, or sqlite:////tmp/file.db for an absolute path")
-    return check_url_setting(url)
-
-
-Name = Annotated[str, Field(pattern=r"^\w[\w$ -]*$")]
-TableName = Annotated[str, Field(pattern=r"^\w[\w$ -]*(\.\w[\w$ -]*)?$")]
-
-
-class SqlSettings(ExactlyOnceSettings, OutputSettings):
-    """The settings of an SQL output."""
-
-    url: Annotated[str, AfterValidator(_check_url)] = Field(
-        description="The database, without a password.", examples=_EXAMPLES
-    )
-    password_env: str | None = Field(
-        default=None, description="The environment variable that has the password."
-    )
-    password_file: Path | None = Field(default=None, description="The file that has the password.")
-    tls: ClientTls | None = Field(
-        default=None, description="Insist on TLS: whom to trust, and what to show."
-    )
-    table: TableName = Field(description="The table, which has to be there.")
-    columns: dict[Name, str] = Field(
-        min_length=1,
-        description="The table's columns, each with where it comes from: a column of the events, "
-        "a path such as `headers.team` or `value.user.id` (into JSON), or `event_id`.",
-    )
-    key: tuple[Name, ...] = Field(
-        default=(),
-        description="Columns that have a unique index: a row replaces the one with the same key.",
-    )
-    connect_timeout: Duration = Field(
-        default=10.0, gt=0, description="How long it may take to connect."
-    )
-    timeout: Duration = Field(
-        default=20.0, gt=0, description="How long a statement, or waiting for a lock, may take."
-    )
-
-    @model_validator(mode="after")
-    def _sensible(self) -> Self:
-        problems = [
-            ConfigIssue("key", f"{name} is none of the columns")
-            for name in self.key
-            if name not in self.columns
-        ]
-        problems += self.find_exactly_once_issues()
-        if self.tls is not None and get_dialect_name(self.url) == "sqlite":
-            problems.append(ConfigIssue("tls", "means nothing for a file"))
-        if problems:
-            raise ContradictorySettings(problems)
-        return self
-
 
 class SqlOutput(Output):
     """Writes each block in a transaction."""
@@ -426,7 +414,7 @@ class SqlOutput(Output):
             writer.write(rows)
 
     def check(self) -> None:
-        """Connect, which looks at the table and its columns."""
+        """Connect, which also checks the table and its columns."""
         with self._writers.borrow():
             pass
 
@@ -447,13 +435,6 @@ class SqlOutput(Output):
         )
         try:
             dialect = load_dialect(settings.url, options)
-        except Never as error:  # of the URL or the driver, which a person can change
+        except Never as error:  # about the URL or the driver: a person can correct it
             raise RetryLater(str(error)) from error
-        target = Target(
-            table=settings.table,
-            columns=tuple(settings.columns),
-            key=settings.key,
-            delivered_as=settings.get_delivery_name(settings.table),
-            timeout=settings.timeout,
-        )
-        return WRITERS[dialect.name](dialect, target)
+        return WRITERS[dialect.name](dialect, settings)

@@ -5,10 +5,10 @@ column of the events, a path into a map, a struct or JSON, or the id of the even
 
 An output that delivers exactly once records the offsets of the events in a table of its own beside
 the rows, in the transaction that writes the rows. Events arrive in any order and some are delivered
-later, so one number for each stream is not enough: `DeliveredRanges` stores ranges of offsets, and
-`DeliveryRecord` selects the rows that no earlier transaction wrote. A transaction locks one row for
-each stream, so two connections never write rows of the same stream at the same time. They lock the
-streams in the same order, so they do not block each other.
+later, so one number for each stream is not enough: `DeliveryRecord` stores ranges of offsets, and
+selects the rows that no earlier transaction wrote. A transaction locks one row for each stream, so
+two connections never write rows of the same stream at the same time. They lock the streams in the
+same order, so they do not block each other.
 """
 
 from __future__ import annotations
@@ -109,7 +109,10 @@ def _get_from_json(column: Any, path: Sequence[str]) -> Any:  # noqa: ANN401
     try:
         return pa.array(found)
     except (pa.ArrowException, OverflowError, TypeError):  # mixed types, or too large
-        return pa.array([_format_text(each) for each in found], pa.string())
+        texts = [
+            each if each is None or isinstance(each, str) else json.dumps(each) for each in found
+        ]
+        return pa.array(texts, pa.string())
 
 
 def _parse_value(text: str | bytes, path: Sequence[str]) -> Any:  # noqa: ANN401
@@ -117,14 +120,10 @@ def _parse_value(text: str | bytes, path: Sequence[str]) -> Any:  # noqa: ANN401
         value = json.loads(text)
     except ValueError as error:
         where = ".".join(path)
-        raise Never(f"a text is not JSON, to look for {where!r} in it: {error}") from None
+        raise Never(f"a text is not JSON, so it has no {where!r}: {error}") from None
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
     return json.dumps(value) if isinstance(value, dict | list) else value
-
-
-def _format_text(value: Any) -> str | None:  # noqa: ANN401
-    return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 def _convert(column: Any) -> Any:  # noqa: ANN401
@@ -135,13 +134,12 @@ def _convert(column: Any) -> Any:  # noqa: ANN401
     if pa.types.is_timestamp(kind):
         return column.cast(pa.timestamp("us", tz=kind.tz), safe=False)
     if pa.types.is_nested(kind):
-        texts = [None if each is None else _dump_json(each, kind) for each in column.to_pylist()]
-        return pa.array(texts, pa.string())
+        values = column.to_pylist()
+        if pa.types.is_map(kind):
+            values = [None if each is None else dict(each) for each in values]
+        dump = partial(json.dumps, default=_convert_for_json)
+        return pa.array([None if each is None else dump(each) for each in values], pa.string())
     return column
-
-
-def _dump_json(value: Any, kind: pa.DataType) -> str:  # noqa: ANN401
-    return json.dumps(dict(value) if pa.types.is_map(kind) else value, default=_convert_for_json)
 
 
 def _convert_for_json(value: Any) -> str:  # noqa: ANN401
@@ -209,52 +207,63 @@ def select_outside(offsets: Offsets, known: RangeSet) -> npt.NDArray[np.bool_]:
     return fresh
 
 
-class DeliveredRanges:
-    """The ranges of offsets that one target has got, as one connection reads and writes them."""
+class DeliveryRecord:
+    """The record of which rows one target has got. One thread uses it at a time.
 
-    def __init__(self, target: str, quote: Callable[[str], str], execute: RunStatement) -> None:
+    ``execute`` and ``transaction`` use the connection that writes the rows. ``lock`` is the end of
+    a SELECT that locks its rows until the transaction ends.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        quote: Callable[[str], str],
+        execute: RunStatement,
+        transaction: Callable[[], AbstractContextManager[None]],
+        lock: str,
+    ) -> None:
         self._target = target
         self._execute = execute
+        self._transaction = transaction
+        self._lock = lock
         self._names = [quote(name) for name in ("target", "queue", "partition", "first", "end")]
         *key, self._first, self._end = self._names
         self._stream = " AND ".join(f"{name} = ?" for name in key)
+        self._has_table = False
+        self._prepared: set[EventStream] = set()
 
-    def has_table(self) -> bool:
-        """Return true if the table exists; raises the driver's error if it does not."""
-        self._execute(f"SELECT 1 FROM {DELIVERED_TABLE} WHERE 1 = 0", [])  # noqa: S608 - names are ours
-        return True
+    def prepare(self, streams: Iterable[EventStream]) -> None:
+        """Create the table, and a row to lock for each stream; not within a transaction."""
+        if not self._has_table:
+            probe = f"SELECT 1 FROM {DELIVERED_TABLE} WHERE 1 = 0"  # noqa: S608 - names are ours
+            self._ensure(lambda: [self._execute(probe, [])], self._create_table)
+            self._has_table = True
+        for stream in set(streams) - self._prepared:
+            self._ensure(
+                partial(self._select_lock_row, stream), partial(self._insert, stream, _LOCK, _LOCK)
+            )
+            self._prepared.add(stream)
 
-    def create_table(self) -> None:
-        """Create the table, in a transaction of its own; fails if it exists."""
-        target, queue, partition, first, end = self._names
-        self._execute(
-            f"CREATE TABLE {DELIVERED_TABLE} ({target} VARCHAR(200) NOT NULL, "
-            f"{queue} VARCHAR(200) NOT NULL, {partition} INTEGER NOT NULL, "
-            f"{first} BIGINT NOT NULL, {end} BIGINT NOT NULL, "
-            f"PRIMARY KEY ({target}, {queue}, {partition}, {first}))",
-            [],
-        )
+    def record(self, positions: StreamPositions) -> Offsets:
+        """Record rows as delivered; returns the numbers of the rows that were not, in order."""
+        new = [np.empty(0, dtype=np.int64)]
+        for stream, (numbers, offsets) in sorted(positions.items()):
+            if not self._select_lock_row(stream, self._lock):
+                self._prepared.clear()
+                raise RetryLater(
+                    f"the rows of {DELIVERED_TABLE} were deleted; they are created again"
+                )
+            # Only the ranges that contain some of the offsets or are next to them matter.
+            near = f"{self._first} >= 0 AND {self._end} >= ? AND {self._first} <= ?"
+            bounds = [int(offsets.min()), int(offsets.max()) + 1]
+            known = RangeSet(self._select(stream, near, bounds))
+            new.append(numbers[select_outside(offsets, known)])
+            self._add(stream, offsets, known)
+        chosen: Offsets = np.sort(np.concatenate(new))
+        return chosen
 
-    def has_lock_row(self, stream: EventStream) -> bool:
-        """Whether a stream has its row to lock."""
-        return bool(self._select(stream, f"{self._first} = ?", [_LOCK]))
-
-    def create_lock_row(self, stream: EventStream) -> None:
-        """Insert the row to lock, in a transaction of its own; fails if it exists."""
-        self._insert(stream, [(_LOCK, _LOCK)])
-
-    def lock(self, stream: EventStream, suffix: str) -> bool:
-        """Lock a stream until the transaction ends; false if its row is gone."""
-        return bool(self._select(stream, f"{self._first} = ?", [_LOCK], suffix))
-
-    def read_near(self, stream: EventStream, offsets: Offsets) -> RangeSet:
-        """Return the ranges that contain some of the offsets or are next to them."""
-        condition = f"{self._first} >= 0 AND {self._end} >= ? AND {self._first} <= ?"
-        bounds = [int(offsets.min()), int(offsets.max()) + 1]
-        return RangeSet(self._select(stream, condition, bounds))
-
-    def add(self, stream: EventStream, offsets: Offsets, known: RangeSet) -> None:
-        """Add offsets to the ranges that :meth:`read_near` returned; adjacent ranges become one."""
+    def _add(self, stream: EventStream, offsets: Offsets, known: RangeSet) -> None:
+        """Add offsets to the known ranges near them; adjacent ranges become one."""
         merged = known.copy()
         for first, end in find_runs(offsets):
             merged.add(first, end)
@@ -264,81 +273,52 @@ class DeliveredRanges:
                 f"DELETE FROM {DELIVERED_TABLE} WHERE {self._stream} AND {self._first} = ?",  # noqa: S608
                 [self._target, *stream, first],
             )
-        self._insert(stream, sorted(after - before))
+        for first, end in sorted(after - before):
+            self._insert(stream, first, end)
+
+    def _select_lock_row(self, stream: EventStream, lock: str = "") -> Sequence[Any]:
+        return self._select(stream, f"{self._first} = ?", [_LOCK], lock)
 
     def _select(
-        self, stream: EventStream, condition: str, values: Sequence[Any], suffix: str = ""
+        self, stream: EventStream, condition: str, values: Sequence[Any], lock: str = ""
     ) -> Sequence[Any]:
         return self._execute(
             f"SELECT {self._first}, {self._end} FROM {DELIVERED_TABLE} "  # noqa: S608 - names are ours
-            f"WHERE {self._stream} AND {condition}{suffix}",
+            f"WHERE {self._stream} AND {condition} {lock}",
             [self._target, *stream, *values],
         )
 
-    def _insert(self, stream: EventStream, ranges: Sequence[tuple[int, int]]) -> None:
-        for first, end in ranges:
-            self._execute(
-                f"INSERT INTO {DELIVERED_TABLE} ({', '.join(self._names)}) VALUES (?, ?, ?, ?, ?)",  # noqa: S608
-                [self._target, *stream, first, end],
-            )
+    def _insert(self, stream: EventStream, first: int, end: int) -> None:
+        self._execute(
+            f"INSERT INTO {DELIVERED_TABLE} ({', '.join(self._names)}) VALUES (?, ?, ?, ?, ?)",  # noqa: S608
+            [self._target, *stream, first, end],
+        )
 
+    def _create_table(self) -> None:
+        target, queue, partition, first, end = self._names
+        self._execute(
+            f"CREATE TABLE {DELIVERED_TABLE} ({target} VARCHAR(200) NOT NULL, "
+            f"{queue} VARCHAR(200) NOT NULL, {partition} INTEGER NOT NULL, "
+            f"{first} BIGINT NOT NULL, {end} BIGINT NOT NULL, "
+            f"PRIMARY KEY ({target}, {queue}, {partition}, {first}))",
+            [],
+        )
 
-class DeliveryRecord:
-    """Knows which rows one target has got. One thread uses it at a time."""
-
-    def __init__(
-        self,
-        ranges: DeliveredRanges,
-        transaction: Callable[[], AbstractContextManager[None]],
-        lock_suffix: str,
-    ) -> None:
-        self._ranges = ranges
-        self._transaction = transaction
-        self._lock_suffix = lock_suffix
-        self._has_table = False
-        self._prepared: set[EventStream] = set()
-
-    def prepare(self, streams: Iterable[EventStream]) -> None:
-        """Create the table, and a row to lock for each stream; not within a transaction."""
-        ranges = self._ranges
-        if not self._has_table:
-            self._ensure(ranges.has_table, ranges.create_table)
-            self._has_table = True
-        for stream in set(streams) - self._prepared:
-            has_lock_row = partial(ranges.has_lock_row, stream)
-            self._ensure(has_lock_row, partial(ranges.create_lock_row, stream))
-            self._prepared.add(stream)
-
-    def record(self, positions: StreamPositions) -> Offsets:
-        """Record rows as delivered; returns the numbers of the rows that were not, in order."""
-        new = [np.empty(0, dtype=np.int64)]
-        for stream, (numbers, offsets) in sorted(positions.items()):
-            if not self._ranges.lock(stream, self._lock_suffix):
-                self._prepared.clear()
-                raise RetryLater(
-                    f"the rows of {DELIVERED_TABLE} were deleted; they are created again"
-                )
-            known = self._ranges.read_near(stream, offsets)
-            new.append(numbers[select_outside(offsets, known)])
-            self._ranges.add(stream, offsets, known)
-        chosen: Offsets = np.sort(np.concatenate(new))
-        return chosen
-
-    def _ensure(self, exists: Callable[[], bool], create: Callable[[], None]) -> None:
-        """Create something that does not exist; another connection may do it at the same time."""
-        if self._check(exists):
+    def _ensure(self, find: Callable[[], Sequence[Any]], create: Callable[[], None]) -> None:
+        """Create something that is not found; another connection may do it at the same time."""
+        if self._is_found(find):
             return
         try:
             with self._transaction():
                 create()
         except Exception:
-            if not self._check(exists):
+            if not self._is_found(find):
                 raise
 
-    def _check(self, exists: Callable[[], bool]) -> bool:
+    def _is_found(self, find: Callable[[], Sequence[Any]]) -> bool:
         try:
             with self._transaction():
-                return exists()
+                return bool(find())
         except Exception as error:  # noqa: BLE001 - creating it fails too, if this is serious
             log.debug("sql.delivery_record_missing", table=DELIVERED_TABLE, error=error)
             return False

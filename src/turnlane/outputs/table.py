@@ -29,13 +29,7 @@ from turnlane.events import Block
 from turnlane.logs import get_logger
 from turnlane.outputs.api import ExactlyOnceSettings, Output, OutputSettings
 from turnlane.outputs.connections import ConnectionPool
-from turnlane.outputs.sql_rows import (
-    DeliveredRanges,
-    DeliveryRecord,
-    Offsets,
-    TableRows,
-    build_rows,
-)
+from turnlane.outputs.sql_rows import DeliveryRecord, Offsets, TableRows, build_rows
 from turnlane.outputs.templates import make_dated_event_ids
 from turnlane.runtime import Closeable
 from turnlane.table.batch_commit import WriterGate
@@ -73,8 +67,13 @@ class ShardWriter(Closeable):
         self._record: DeliveryRecord | None = None
         if delivered_as is not None:
             self._prepare_gate()
-            ranges = DeliveredRanges(delivered_as, dialect.quote_bare_name, self._execute)
-            self._record = DeliveryRecord(ranges, self._transaction, f" {dialect.lock}")
+            self._record = DeliveryRecord(
+                delivered_as,
+                dialect.quote_bare_name,
+                self._execute,
+                self._transaction,
+                dialect.lock,
+            )
 
     def write(self, rows: TableRows, numbers: Offsets) -> None:
         """Schedule the rows with these numbers, except those that were delivered before.
