@@ -61,15 +61,15 @@ class Following:
     def await_rounds(self, rounds: int = 3) -> None:
         """Let the input look again, so many times, at everything."""
         scans: list[int] = []
-        scan = self.input._roster.scan
+        scan = self.input._tracker.scan
 
         def counted() -> None:
             scan()
             scans.append(1)
 
-        self.input._roster.scan = counted  # type: ignore[method-assign]
+        self.input._tracker.scan = counted  # type: ignore[method-assign]
         wait_until(lambda: len(scans) > rounds)
-        self.input._roster.scan = scan  # type: ignore[method-assign]
+        self.input._tracker.scan = scan  # type: ignore[method-assign]
 
 
 def settings(*paths: Path | str, **knobs: Any) -> FilesSettings:

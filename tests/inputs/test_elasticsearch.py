@@ -31,7 +31,7 @@ from tests.inputs.web_inputs import (
     values,
 )
 from turnlane.errors import QueueEmpty
-from turnlane.inputs.elasticsearch import secret_of
+from turnlane.inputs.elasticsearch import parse_secret
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
 
@@ -380,7 +380,7 @@ def test_a_token_may_be_shown_as_the_client_likes(
     ],
 )
 def test_the_secret_is_found_where_it_is(header: str, secret: str | None) -> None:
-    assert secret_of(header) == secret
+    assert parse_secret(header) == secret
 
 
 def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.contract.harness import assert_never
 from tests.inputs.files_harness import append, eventually, following, names, numbered, opened
-from turnlane.inputs.files.state import Progress
+from turnlane.inputs.files.reader import AckProgress
 from turnlane.queues.api import Ack, AckLevel, Durability
 from turnlane.testing import FaultyDisk
 
@@ -49,13 +49,13 @@ def test_a_new_file_waits_until_its_name_is_saved(
         running.await_lines(1)
         disk.fail("sync", error=errno.EIO, times=None, match="files.json")
         new.write_bytes(b"new\n")
-        eventually(lambda: "cannot save positions" in caplog.text)
+        eventually(lambda: "files.save_failed" in caplog.text)
         append(old, b"two\n")
         assert running.await_lines(2) == [b"one", b"two"]
         assert_never(lambda: running.queue.end > 2)
         disk.clear()
         assert running.await_lines(3)[-1] == b"new"
-    assert caplog.text.count("cannot save positions") == 1
+    assert caplog.text.count("files.save_failed") == 1
 
 
 def test_a_file_that_cannot_be_read_harms_no_other(
@@ -72,7 +72,7 @@ def test_a_file_that_cannot_be_read_harms_no_other(
         bad.unlink()
         bad.write_bytes(b"well again\n")
         assert running.await_lines(3)[-1] == b"well again"
-    assert caplog.text.count("cannot be read") == 1
+    assert caplog.text.count("files.read_failed") == 1
 
 
 def test_a_name_that_leads_nowhere_harms_no_other(
@@ -84,7 +84,7 @@ def test_a_name_that_leads_nowhere_harms_no_other(
     good.write_bytes(b"one\n")
     with following(tmp_path / "data", tmp_path / "*.log") as seen:
         assert seen.await_lines(1) == [b"one"]
-    assert "loop.log cannot be looked at" in caplog.text
+    assert "files.stat_failed" in caplog.text
 
 
 def test_a_file_that_came_and_went_while_the_queue_was_full(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_file_that_came_and_went_while_the_queue_was_full(tmp_path: Path) -> N
         eventually(lambda: queue.end >= 20)
         short = tmp_path / "short.log"
         short.write_bytes(b"short\n")
-        eventually(lambda: any(tail.path == str(short) for tail in list(running.input._open)))
+        eventually(lambda: any(reader.path == str(short) for reader in list(running.input._open)))
         short.unlink()
         while len(taken) < 101:
             with queue.get(timeout=10) as batch:
@@ -147,7 +147,7 @@ def test_an_error_nobody_thought_of_is_logged_and_survived(
     with following(tmp_path / "data", log) as running:
         running.await_lines(1)
         with monkeypatch.context() as patch:
-            patch.setattr(running.input._watch, "scan", lambda: 1 // 0)
+            patch.setattr(running.input._scanner, "scan", lambda: 1 // 0)
             eventually(lambda: "ZeroDivisionError" in caplog.text)
         append(log, b"two\n")
         assert running.await_lines(2) == [b"one", b"two"]
@@ -158,30 +158,32 @@ def test_lines_that_the_queue_lost_are_read_again(tmp_path: Path) -> None:
     log.write_bytes(numbered(0, 10))
     with following(tmp_path / "data", log) as running:
         running.await_lines(10)
-        tail = next(iter(running.input._roster.tails.values()))
-        eventually(lambda: tail.progress.settled)
-        acked, end = tail.progress.offset, running.queue.end
+        reader = next(iter(running.input._tracker.readers.values()))
+        eventually(lambda: reader.progress.is_settled)
+        acked, end = reader.progress.offset, running.queue.end
         append(log, numbered(10, 15))
         running.await_lines(15)
         # As if the disk had lost them after a failed sync: the last five were never acked.
-        again = Progress(acked, tail.progress.before)
-        again.acked(lost(5, end + 5), drops_are_losses=True)
-        tail.progress = again
+        again = AckProgress(acked, reader.progress.before)
+        again.handle_ack(lost(5, end + 5), drops_are_losses=True)
+        reader.progress = again
         assert running.await_lines(20) == names(0, 15) + names(10, 15)
 
 
 def test_a_loss_holds_the_position_back() -> None:
-    progress = Progress()
+    progress = AckProgress()
     mark = progress.before
-    progress.published(10, 100, mark)
-    progress.published(None, 120, mark)  # all dropped by policy: no ack of its own
-    progress.published(20, 200, mark)
-    progress.acked(Ack(10, 0, 10, AckLevel.PERSISTED, Durability.ALWAYS), drops_are_losses=True)
+    progress.add_published(10, 100, mark)
+    progress.add_published(None, 120, mark)  # all dropped by policy: no ack of its own
+    progress.add_published(20, 200, mark)
+    progress.handle_ack(
+        Ack(10, 0, 10, AckLevel.PERSISTED, Durability.ALWAYS), drops_are_losses=True
+    )
     assert progress.offset == 120
-    progress.acked(lost(10, 20), drops_are_losses=False)
-    assert (progress.offset, progress.settled) == (200, True)
-    progress.published(None, 250, mark)
+    progress.handle_ack(lost(10, 20), drops_are_losses=False)
+    assert (progress.offset, progress.is_settled) == (200, True)
+    progress.add_published(None, 250, mark)
     assert progress.offset == 250
-    progress.published(30, 300, mark)
-    progress.acked(lost(10, 30), drops_are_losses=True)
-    assert (progress.offset, progress.lost) == (250, True)
+    progress.add_published(30, 300, mark)
+    progress.handle_ack(lost(10, 30), drops_are_losses=True)
+    assert (progress.offset, progress.has_losses) == (250, True)

@@ -103,7 +103,7 @@ class Files(RuleBasedStateMachine):
             self.look()
             generation = self.current.pop(name)
             inode = self.path(name).stat().st_ino
-            held = any(tail.key.inode == inode for tail in self.input._open)
+            held = any(reader.key.inode == inode for reader in self.input._open)
             self.path(name).unlink()
             if held and generation.partial:  # nothing more will come
                 generation.lines.append(generation.partial)
@@ -114,21 +114,21 @@ class Files(RuleBasedStateMachine):
     @rule()
     def look(self) -> None:
         self.input._scan_at = 0.0
-        while self.input.look():
+        while self.input.run_round():
             pass
 
     @rule(lose=st.booleans())
     def kill(self, lose: bool) -> None:
         """Nothing is saved that was not saved before; the positions file may be lost, too."""
-        for tail in list(self.input._open):
-            tail.close()
+        for reader in list(self.input._open):
+            reader.close()
         if lose:
             (self.root / "data" / "inputs" / "files.json").unlink(missing_ok=True)
         self.begin()
 
     @rule()
     def stop(self) -> None:
-        self.input._end()
+        self.input._finish()
         self.begin()
 
     # ── what has to hold ─────────────────────────────────────────────────────────────────────────
@@ -156,7 +156,7 @@ class Files(RuleBasedStateMachine):
             if self.begun is not None:
                 self.look()
                 self.compare(Following(self.input, self.queue).lines(), whole=True)
-                self.input._end()
+                self.input._finish()
         finally:
             self.stack.close()
 

@@ -22,7 +22,7 @@ from tests.inputs.files_harness import (
     settings,
 )
 from turnlane.errors import NoSuchQueue
-from turnlane.formats.lines import cut
+from turnlane.formats.lines import split_lines
 from turnlane.inputs.api import load
 from turnlane.inputs.files import FilesInput
 from turnlane.inputs.files import input as files_input
@@ -58,7 +58,7 @@ def _split(data: bytes) -> list[bytes]:
 )
 def test_all_at_once_is_cut_as_line_by_line(data: bytes, longest: int, whole: bool) -> None:
     expected, used = plainly_cut(data, longest, whole=whole)
-    lines = cut(data, longest, whole=whole)
+    lines = split_lines(data, longest, whole=whole)
     if lines is None:
         assert not expected
     else:
@@ -197,7 +197,7 @@ def test_compressed_files_are_left_out_with_a_warning(
     with following(tmp_path / "data", tmp_path / "a.log*") as running:
         assert running.await_lines(1) == [b"yes"]
         running.await_rounds()
-    assert caplog.text.count("is compressed and is not read") == 1
+    assert caplog.text.count("files.compressed_ignored") == 1
 
 
 def test_two_names_of_one_file_are_one_file(tmp_path: Path) -> None:
@@ -273,7 +273,9 @@ def test_idle_files_are_closed_and_still_followed(tmp_path: Path) -> None:
 
 
 def test_two_thousand_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files_input, "_room_for_files", lambda: 100)  # far fewer than there are
+    monkeypatch.setattr(
+        files_input, "_compute_max_open_files", lambda: 100
+    )  # far fewer than there are
     logs = [tmp_path / f"{number}.log" for number in range(2000)]
     for log in logs:
         log.write_bytes(b"first of " + log.name.encode() + b"\n")

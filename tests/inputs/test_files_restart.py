@@ -23,7 +23,7 @@ from tests.inputs.files_harness import (
 from tests.queue_internals import state_of
 from turnlane.errors import DirectoryUnusable
 from turnlane.inputs.files import FilesInput
-from turnlane.inputs.files.tail import Chunk, Tail
+from turnlane.inputs.files.reader import FileReader, LineBatch
 
 
 def saved(data: Path) -> Path:
@@ -117,7 +117,7 @@ def test_renamed_while_nobody_looked(tmp_path: Path) -> None:
     with following(data, log) as running:
         lines = running.await_lines(25)
         assert sorted(lines) == sorted(names(0, 20) + names(100, 105))
-        eventually(lambda: len(running.input._roster.tails) == 1)
+        eventually(lambda: len(running.input._tracker.readers) == 1)
     with following(data, log) as running:
         running.await_rounds()
         assert running.queue.end == 25
@@ -146,7 +146,7 @@ def test_an_inode_used_again_by_a_file_nobody_asked_for(tmp_path: Path) -> None:
     with secret.open("r+b") as file:
         file.write(b"secret\n" * 1000)
     with following(data, log) as running:
-        eventually(lambda: not running.input._roster.tails)
+        eventually(lambda: not running.input._tracker.readers)
         assert running.queue.end == 100
 
 
@@ -206,17 +206,17 @@ def test_more_files_than_the_queue_remembers(
             most = 0
             publish = killed._publish
 
-            def watched(tail: Tail, chunk: Chunk) -> bool:
+            def watched(reader: FileReader, batch: LineBatch) -> bool:
                 nonlocal most
-                most = max(most, len(killed._since_save))  # noqa: B023 - called before the next
-                return publish(tail, chunk)  # noqa: B023
+                most = max(most, len(killed._published_since_save))  # noqa: B023 - called before the next
+                return publish(reader, batch)  # noqa: B023
 
             monkeypatch.setattr(killed, "_publish", watched)
-            while killed.look():
+            while killed.run_round():
                 pass
             assert most < 20
-            for tail in list(killed._open):
-                tail.close()
+            for reader in list(killed._open):
+                reader.close()
             assert len(state_of(queue).sequences) == 20
             assert queue.end == 100
 
@@ -233,8 +233,8 @@ def test_a_memory_queue_gets_again_what_was_not_delivered(tmp_path: Path) -> Non
         while len(taken) < 40:
             with queue.get(8) as batch:
                 taken += [event.value or b"" for event in batch]
-        tail = next(iter(running.input._roster.tails.values()))
-        eventually(lambda: tail.progress.offset > 0)
+        reader = next(iter(running.input._tracker.readers.values()))
+        eventually(lambda: reader.progress.offset > 0)
     with opened(data, kind="memory") as queue, following(data, log, queue=queue) as running:
         eventually(lambda: running.lines()[-1:] == names(99, 100))
         lines = running.lines()
@@ -251,8 +251,8 @@ def test_a_memory_queue_told_accepted_gets_nothing_again(tmp_path: Path) -> None
         following(data, log, queue=queue, ack="accepted") as running,
     ):
         running.await_lines(100)
-        tail = next(iter(running.input._roster.tails.values()))
-        eventually(lambda: tail.progress.offset == log.stat().st_size)
+        reader = next(iter(running.input._tracker.readers.values()))
+        eventually(lambda: reader.progress.offset == log.stat().st_size)
     append(log, b"next\n")
     with (
         opened(data, kind="memory") as queue,

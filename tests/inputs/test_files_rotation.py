@@ -59,7 +59,7 @@ def test_a_file_renamed_out_of_sight_at_full_speed(tmp_path: Path) -> None:
 
 
 def held(running: FilesInput) -> set[int]:
-    return {tail.key.inode for tail in list(running._open)}
+    return {reader.key.inode for reader in list(running._open)}
 
 
 def test_the_rest_of_a_renamed_file_is_read_before_it_is_let_go(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_the_rest_of_a_renamed_file_is_read_before_it_is_let_go(tmp_path: Path) 
             b"no newline",
         ]
         assert {source for source, _ in running.rows()} == {str(log)}
-        eventually(lambda: len(running.input._roster.tails) == 1)
+        eventually(lambda: len(running.input._tracker.readers) == 1)
 
 
 def test_a_deleted_file_is_read_to_its_end_and_closed(tmp_path: Path) -> None:
@@ -133,10 +133,10 @@ def test_a_writer_that_goes_on_where_it_was_after_a_truncation(
         writer.write(numbered(0, 20_000))
         with following(tmp_path / "data", log) as running:
             running.await_lines(20_000)
-            (tail,) = running.input._open
+            (reader,) = running.input._open
             os.truncate(log, 0)
             if seen:
-                wait_until(lambda: tail.position == 0, "the truncation to be seen")
+                wait_until(lambda: reader.position == 0, "the truncation to be seen")
             writer.write(numbered(20_000, 20_010))
             assert running.await_lines(20_010) == names(0, 20_010)
 
@@ -198,12 +198,12 @@ def test_a_folder_that_goes_and_comes_back(tmp_path: Path) -> None:
     with following(tmp_path / "data", logs / "*.log") as running:
         running.await_lines(1)
         logs.rename(tmp_path / "away")
-        eventually(lambda: not running.input._roster.tails)
+        eventually(lambda: not running.input._tracker.readers)
         append(tmp_path / "away" / "a.log", b"two\n")
         (tmp_path / "away").rename(logs)
         assert running.await_lines(2) == [b"one", b"two"]
         shutil.rmtree(logs)
-        eventually(lambda: not running.input._roster.tails)
+        eventually(lambda: not running.input._tracker.readers)
         logs.mkdir()
         (logs / "a.log").write_bytes(b"three\n")
         assert running.await_lines(3)[-1] == b"three"

@@ -18,7 +18,7 @@ from turnlane.errors import AckPending
 from turnlane.events import block_of
 from turnlane.inputs import api
 from turnlane.inputs.api import Input
-from turnlane.inputs.publishers import AnsweringPublisher
+from turnlane.inputs.publishers import RequestPublisher
 from turnlane.inputs.stdin import StdinInput, StdinSettings
 from turnlane.inputs.syslog import SyslogInput
 from turnlane.node.node import Node
@@ -162,11 +162,11 @@ def test_a_patient_input_waits_longer_than_any_light_delay(node: Node, tmp_path:
 def test_what_is_in_a_full_queue_counts_as_taken_only_at_its_level(node: Node, ack: str) -> None:
     """A sender that is told that events were taken never sends them again."""
     given = settings("elasticsearch", ack=ack, listen=ANYWHERE, timeout="200ms")
-    publisher = AnsweringPublisher(node, given)
+    publisher = RequestPublisher(node, given)
     block = block_of([b"%d" % number for number in range(40)])
     if ack == "persisted":  # which a memory queue's events are once they are delivered
         with pytest.raises(AckPending):
-            publisher.publish_fitting("main", block, publisher.deadline())
+            publisher.publish_fitting("main", block, publisher.get_deadline())
     else:
-        taken = publisher.publish_fitting("main", block, publisher.deadline())
-        assert taken.inside == node.queue("main").end > 0
+        taken = publisher.publish_fitting("main", block, publisher.get_deadline())
+        assert taken.accepted == node.queue("main").end > 0

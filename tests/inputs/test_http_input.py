@@ -35,7 +35,7 @@ from tests.inputs.web_inputs import (
     values,
 )
 from turnlane.errors import AddressTaken, ConfigError
-from turnlane.inputs.http import Split, source_of, split_of
+from turnlane.inputs.http import Split, choose_split, get_source
 from turnlane.inputs.publishers import THREADS
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
@@ -151,7 +151,7 @@ def test_curl_is_enough(url: str, node: Node) -> None:
     ],
 )
 def test_content_types_are_read_with_care(kind: str, split: Split) -> None:
-    assert split_of(kind) is split
+    assert choose_split(kind) is split
 
 
 # ── what is refused ─────────────────────────────────────────────────────────────────────────────
@@ -225,7 +225,7 @@ def test_only_tokens_with_the_right_get_in(node: Node) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::ffff:127.0.0.1"])
 def test_a_sender_is_the_same_whichever_socket_it_comes_to(host: str) -> None:
     """One for all addresses shows those of IPv4 in a form of its own."""
-    assert source_of(Request({"type": "http", "client": (host, 51200)})) == "127.0.0.1"
+    assert get_source(Request({"type": "http", "client": (host, 51200)})) == "127.0.0.1"
 
 
 def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ from tests.inputs.web_inputs import (
 )
 from turnlane.errors import AddressTaken, ConfigError
 from turnlane.inputs import otlp_grpc
-from turnlane.inputs.otlp_grpc import PATIENT, _source
+from turnlane.inputs.otlp_grpc import MAX_SLOW_REQUESTS, parse_peer
 from turnlane.inputs.publishers import THREADS
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
@@ -271,7 +271,7 @@ def test_requests_whose_message_does_not_come_are_cancelled(node: Node) -> None:
 def test_senders_that_send_nothing_never_keep_all_threads_waiting(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(otlp_grpc, "HURRIED_SECONDS", 0.1)
+    monkeypatch.setattr(otlp_grpc, "SHORT_BODY_TIMEOUT", 0.1)
     with (
         serving("otlp_grpc", node, tokens=TOKENS, body_timeout="1h") as found,
         silent_calls(found.address, THREADS, RIGHT) as calls,
@@ -279,7 +279,10 @@ def test_senders_that_send_nothing_never_keep_all_threads_waiting(
     ):
         body = logs_request("x").SerializeToString()
         assert export(body, metadata=RIGHT, timeout=PATIENCE) == b""
-        wait_until(lambda: len(cancelled(calls)) == THREADS - PATIENT, "half of them to be cut off")
+        wait_until(
+            lambda: len(cancelled(calls)) == THREADS - MAX_SLOW_REQUESTS,
+            "half of them to be cut off",
+        )
         assert {call.code() for call in cancelled(calls)} == {grpc.StatusCode.CANCELLED}
 
 
@@ -400,7 +403,7 @@ def test_a_stopped_input_takes_nothing_more(node: Node) -> None:
     ],
 )
 def test_a_peer_is_named_by_its_address(peer: str, source: str) -> None:
-    assert _source(peer) == source
+    assert parse_peer(peer) == source
 
 
 # ── fuzz ────────────────────────────────────────────────────────────────────────────────────────

@@ -75,7 +75,7 @@ def test_a_file_that_cannot_be_read_ends_the_input(
     with StdinInput(settings(), host, file=directory) as source:
         source.start()
         assert source.finished.wait(20)
-    assert "ends early" in caplog.text
+    assert "stdin.read_failed" in caplog.text
     os.close(directory)
 
 

@@ -44,8 +44,8 @@ from turnlane.formats import framing
 from turnlane.inputs import stream_server
 from turnlane.inputs.api import load
 from turnlane.inputs.datagrams import DatagramReader
-from turnlane.inputs.publishers import OneWayPublisher
-from turnlane.inputs.syslog import SyslogInput, SyslogSettings, udp_receiver
+from turnlane.inputs.publishers import FireAndForgetPublisher
+from turnlane.inputs.syslog import SyslogInput, SyslogSettings, make_udp_receiver
 from turnlane.node.node import Node
 from turnlane.queues.api import FlowControl
 from turnlane.queues.buffered import BufferedQueue
@@ -222,9 +222,9 @@ def test_bytes_that_cannot_be_cut_up_cost_their_connection_only(
     def find(buffer: memoryview, *given: Any, **knobs: Any) -> Any:
         if b"bad" in bytes(buffer):
             raise IndexError("planned")
-        return framing.find(buffer, *given, **knobs)
+        return framing.find_messages(buffer, *given, **knobs)
 
-    monkeypatch.setattr(stream_server, "find", find)
+    monkeypatch.setattr(stream_server, "find_messages", find)
     with listening(host, tcp=ANYWHERE) as source, connected(source) as good:
         with connected(source) as bad:
             bad.sendall(b"<13>bad\n")
@@ -370,7 +370,7 @@ def test_running_out_of_descriptors_does_not_spoil_a_stop(
         client.sendall(b"<13>the last")
         source.stop(5.0)
     assert values_in(host.queue("main"), 1) == [b"<13>the last"]
-    assert "cannot go on" not in caplog.text
+    assert "input.reader_failed" not in caplog.text
 
 
 # ── TLS ──────────────────────────────────────────────────────────────────────────────────────────
@@ -391,7 +391,7 @@ def test_what_tls_has_unpacked_is_published_when_it_is_stopped(
 ) -> None:
     """The operating system knows nothing of it any more."""
     monkeypatch.setattr("turnlane.inputs.stream_server.READ_BYTES", 1)
-    monkeypatch.setattr("turnlane.inputs.stream_server.LEAST_READ", 6)
+    monkeypatch.setattr("turnlane.inputs.stream_server.MIN_SHARE_BYTES", 6)
     files = Certificates(tmp_path)
     queue = host.queue("narrow")
     with (
@@ -491,7 +491,7 @@ def test_stopping_before_a_full_queue_counts_what_is_lost(
         source.stop(0.2)
         assert source.counters.events == 10
         assert source.counters.dropped == 90
-    assert "events dropped" in caplog.text
+    assert "input.events_dropped" in caplog.text
 
 
 def test_udp_drops_what_a_full_queue_does_not_take(host: Node) -> None:
@@ -510,8 +510,8 @@ def test_datagrams_that_the_kernel_dropped_are_counted(host: Node) -> None:
     bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     bound.bind(("127.0.0.1", 0))
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
-    publisher = OneWayPublisher(source, FlowControl.NONE)
-    reader = DatagramReader(source, publisher, bound, udp_receiver(bound), 1_000)
+    publisher = FireAndForgetPublisher(source, FlowControl.NONE)
+    reader = DatagramReader(source, publisher, bound, make_udp_receiver(bound), 1_000)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
         for _ in range(200):
             client.sendto(b"<13>hello", bound.getsockname())
@@ -590,7 +590,7 @@ def test_a_queue_closed_underneath_ends_the_input_with_a_count(
 def test_a_queue_in_trouble_is_tried_again_without_a_flood_of_warnings(
     host: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("turnlane.inputs.publishers.PAUSE", 0.0)
+    monkeypatch.setattr("turnlane.inputs.publishers.RETRY_SECONDS", 0.0)
     real, tries = BufferedProducer.publish_block, list[int]()
 
     def publish_block(self: BufferedProducer, block: Any, **knobs: Any) -> Any:
@@ -603,20 +603,20 @@ def test_a_queue_in_trouble_is_tried_again_without_a_flood_of_warnings(
     with listening(host, tcp=ANYWHERE) as source:
         send(source, b"<13>a\n")
         assert values_in(host.queue("main"), 1) == [b"<13>a"]
-    assert caplog.text.count("it waits: planned") == 1
+    assert caplog.text.count("input.publish_waits") == 1
 
 
 def test_a_bug_in_the_reader_is_said_and_counted(
     host: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: OneWayPublisher, block: object) -> None:
+    def broken(self: FireAndForgetPublisher, block: object) -> None:
         raise RuntimeError("planned")
 
-    monkeypatch.setattr(OneWayPublisher, "publish", broken)
+    monkeypatch.setattr(FireAndForgetPublisher, "publish", broken)
     with listening(host, tcp=ANYWHERE) as source, connected(source) as client:
         client.sendall(b"<13>a\n")
         assert client.recv(1) == b""
-    assert "cannot go on" in caplog.text
+    assert "input.reader_failed" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from turnlane.formats.framing import _Cutter
-from turnlane.formats.syslog import Framing, cut, severities, whole
+from turnlane.formats.framing import FoundMessages, Framing, _MessageFinder, find_messages
+from turnlane.formats.lines import copy_spans, trim_ends
+from turnlane.formats.syslog import parse_severities
 
 LONGEST = 40
+
+
+@dataclass
+class Cut:
+    """The messages of a buffer as a column, and the rest of the result."""
+
+    values: pa.BinaryArray
+    found: FoundMessages
+
+
+def cut(buffer: bytes, longest: int, framing: Framing = Framing.AUTO, **state: Any) -> Cut:
+    found = find_messages(buffer, longest, framing, **state)
+    return Cut(copy_spans(buffer, found.starts, found.ends), found)
+
+
+def trim(messages: list[bytes]) -> list[bytes | None]:
+    """Return datagrams without the NUL and the newline at their ends."""
+    sizes = np.array([len(each) for each in messages], np.int64)
+    ends = np.cumsum(sizes)
+    buffer = b"".join(messages)
+    trimmed = trim_ends(np.frombuffer(buffer, np.uint8), ends - sizes, ends) if buffer else ends
+    return copy_spans(buffer, ends - sizes, trimmed).to_pylist()
 
 
 def reference(stream: bytes, longest: int, framing: Framing) -> list[bytes]:
@@ -55,7 +80,7 @@ def in_parts(stream: bytes, cuts: list[int], longest: int, framing: Framing) -> 
         buffer = rest + stream[start:end]
         found = cut(buffer, longest, framing, inside=inside)
         messages += values_of(found.values)
-        rest, inside = buffer[found.used :], found.inside
+        rest, inside = buffer[found.found.used :], found.found.inside
         assert len(rest) <= longest + 11
     messages += values_of(cut(rest, longest, framing, inside=inside, last=True).values)
     return messages
@@ -96,7 +121,7 @@ FRAMINGS = st.sampled_from(Framing)
 @example(b"3 <1>", [1, 2, 3, 4], Framing.AUTO, LONGEST)
 @example(b"\n" * 50 + b"5 <1>a\n", [], Framing.AUTO, LONGEST)
 @example(b"a" * 40 + b"\n" + b"b" * 80 + b"\0\n", [40, 41, 81, 121], Framing.AUTO, LONGEST)
-@example(b"90 <" + b"a" * 89 + b"7 <1>tail", [3, 50], Framing.AUTO, LONGEST)
+@example(b"90 <" + b"a" * 89 + b"7 <1>reader", [3, 50], Framing.AUTO, LONGEST)
 def test_a_stream_gives_the_same_messages_however_it_is_cut_up(
     stream: bytes, cuts: list[int], framing: Framing, longest: int
 ) -> None:
@@ -124,7 +149,7 @@ def test_lengths_around_a_power_of_ten_add_up(size: int) -> None:
     messages = [b"<1>%s" % (b"x" * max(0, size - 3 + step % 3)) for step in range(50)]
     found = cut(b"".join(map(counted, messages)), 65_536)
     assert found.values.to_pylist() == messages
-    assert found.malformed == found.oversize == 0
+    assert found.found.malformed == found.found.oversize == 0
 
 
 def test_marks_inside_messages_do_not_mislead() -> None:
@@ -148,7 +173,7 @@ def test_a_length_that_cannot_be_is_the_beginning_of_a_line() -> None:
 def test_messages_without_a_length_are_counted_where_all_should_have_one() -> None:
     found = cut(b"<1>a line\n6 <1>abc<2>another\n", 100, Framing.OCTET)
     assert found.values.to_pylist() == [b"<1>a line", b"<1>abc", b"<2>another"]
-    assert found.malformed == 2
+    assert found.found.malformed == 2
 
 
 def test_a_message_that_is_too_long_comes_in_pieces_and_the_next_is_whole() -> None:
@@ -161,20 +186,20 @@ def test_a_message_that_is_too_long_comes_in_pieces_and_the_next_is_whole() -> N
         *(b"c" * each for each in (40, 40, 15)),
         b"<3>d",
     ]
-    assert found.oversize == 2
+    assert found.found.oversize == 2
 
 
 def test_a_counted_message_that_ends_early_is_kept_and_counted() -> None:
     found = cut(b"50 <34>1 half of", 100, last=True)
     assert found.values.to_pylist() == [b"<34>1 half of"]
-    assert found.malformed == 1
+    assert found.found.malformed == 1
 
 
 def test_a_counted_message_that_ends_early_between_two_pieces_is_counted() -> None:
     found = cut(b"2000 <" + b"x" * 479, 480)
     assert values_of(found.values) == [b"<" + b"x" * 479]
-    last = cut(b"", 480, inside=found.inside, last=True)
-    assert (len(last.values), last.malformed, last.inside) == (0, 1, 0)
+    last = cut(b"", 480, inside=found.found.inside, last=True)
+    assert (len(last.values), last.found.malformed, last.found.inside) == (0, 1, 0)
 
 
 def test_severity_is_that_of_the_priority() -> None:
@@ -183,9 +208,9 @@ def test_severity_is_that_of_the_priority() -> None:
         b"": None, b"<": None, b"<1": None, b"<12": None, b"<a>": None, b"<1a>": None,
         b"<12a>": None, b"<1234>": None, b"x<1>": None, b"<165>": 5, b"<-1>": None, b"<7>": 7,
     }  # fmt: skip
-    column = whole(list(cases))
-    assert severities(column).to_pylist() == list(cases.values())
-    assert severities(column.slice(2, 5)).to_pylist() == list(cases.values())[2:7]
+    column = pa.array(list(cases), pa.binary())
+    assert parse_severities(column).to_pylist() == list(cases.values())
+    assert parse_severities(column.slice(2, 5)).to_pylist() == list(cases.values())[2:7]
 
 
 @given(st.lists(st.binary(max_size=8) | st.from_regex(rb"\A<[0-9]{0,4}>?[0-9a]?\Z")))
@@ -193,17 +218,17 @@ def test_severity_is_what_a_parser_would_find(messages: list[bytes]) -> None:
     column = pa.array(messages, pa.binary())
     found = [re.match(rb"<([0-9]{1,3})>", each) for each in messages]
     numbers = [int(each[1]) if each else 999 for each in found]
-    assert severities(column).to_pylist() == [
+    assert parse_severities(column).to_pylist() == [
         number % 8 if number <= 191 else None for number in numbers
     ]
 
 
 def test_datagrams_lose_their_newline_and_nul_only() -> None:
-    assert whole([b"a\n", b"b\0", b"c\n\0", b"d\r\n", b"", b"\n", b"e\n\n"]).to_pylist() == [
+    assert trim([b"a\n", b"b\0", b"c\n\0", b"d\r\n", b"", b"\n", b"e\n\n"]) == [
         b"a", b"b", b"c", b"d\r", b"", b"", b"e\n"
     ]  # fmt: skip
-    assert whole([]).to_pylist() == []
-    assert whole([b""]).to_pylist() == [b""]
+    assert trim([]) == []
+    assert trim([b""]) == [b""]
 
 
 @pytest.mark.parametrize("frame", [line, counted])
@@ -213,7 +238,7 @@ def test_no_message_of_a_usual_stream_is_handled_by_itself(
     message = b"<34>1 2026-08-14T09:00:00Z host app 123 - - " + b"x" * 50
     stream = b"".join(frame(message + b"%d" % each) for each in range(20_000))
     calls = 0
-    for name, step in vars(_Cutter).items():
+    for name, step in vars(_MessageFinder).items():
         if callable(step) and not name.startswith("__"):
 
             def counted_step(*given: Any, step: Any = step) -> Any:
@@ -221,7 +246,7 @@ def test_no_message_of_a_usual_stream_is_handled_by_itself(
                 calls += 1
                 return step(*given)
 
-            monkeypatch.setattr(_Cutter, name, counted_step)
+            monkeypatch.setattr(_MessageFinder, name, counted_step)
     found = cut(stream, 65_536)
     assert len(found.values) == 20_000
     assert 0 < calls < 500

@@ -162,16 +162,16 @@ def test_a_disk_that_fails_or_is_slow_loses_nothing(
 def test_rows_that_go_in_in_pieces_are_acked_only_as_far_as_they_went(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its queue is full, and what is in it is not safe yet when the patience is over."""
+    """The queue is full, and its events are not safe yet when the wait for room is over."""
     late = threading.Event()
-    persisted = TableInput._persisted
+    await_acks = TableInput._await_acks
 
     def noticed(self: TableInput) -> bool:
         late.set()
-        return persisted(self)
+        return await_acks(self)
 
-    monkeypatch.setattr(table, "PATIENCE", 0.2)
-    monkeypatch.setattr(TableInput, "_persisted", noticed)
+    monkeypatch.setattr(table, "ROOM_SECONDS", 0.2)
+    monkeypatch.setattr(TableInput, "_await_acks", noticed)
     rows = enqueue(database, 20, body=b"x" * 1000)
     knobs = {"kind": "memory", "max_bytes": 10_000, "max_event_bytes": 5_000}
     with Node(tmp_path / "data", {"main": knobs}) as host, running(host, tmp_path):

@@ -102,7 +102,7 @@ def test_a_socket_left_behind_is_replaced(host: Node, tmp_path: Path) -> None:
 
 def test_a_socket_in_use_or_a_file_is_not_touched(host: Node, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
-    for name, words in (("file", "no socket"), ("log", "in use"), ("no/such", "No such file")):
+    for name, words in (("file", "not a socket"), ("log", "in use"), ("no/such", "No such file")):
         with (
             bound(host, tmp_path / "log"),
             pytest.raises((AddressTaken, ConfigError), match=words),

@@ -16,7 +16,7 @@ from tests.outputs.web_blocks import deliver, make_events, make_output, set_colu
 from tests.outputs.web_servers import Reply, Server, get_unused_url, run_server
 from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater, TurnlaneError
 from turnlane.events import Block
-from turnlane.formats.http_bodies import Item, items_of
+from turnlane.inputs.elasticsearch import BulkItem, parse_bulk
 from turnlane.node.node import Node
 
 
@@ -49,12 +49,12 @@ def get_failures(server: Server, block: Block, **settings: Any) -> dict[int, Tur
     return raised.value.failures
 
 
-def get_sent_items(block: Block, **settings: Any) -> list[Item]:
+def get_sent_items(block: Block, **settings: Any) -> list[BulkItem]:
     """Send a block and return the items as Elasticsearch reads them."""
     with run_server() as server:
         server.set_replies(make_reply(*[201] * block.num_rows))
         deliver("elasticsearch", block, url=server.url, **{"index": "logs", **settings})
-        return items_of(server.requests[0].body)
+        return parse_bulk(server.requests[0].body)
 
 
 # ── documents ────────────────────────────────────────────────────────────────────────────────────
@@ -66,9 +66,9 @@ def test_document_has_the_event_id_and_repeats_do_not_replace_it(server: Server)
     [request] = server.requests
     assert request.path.startswith("/_bulk?")
     assert request.headers["content-encoding"] == "gzip"
-    assert items_of(request.body) == [
-        Item("create", "logs", "alerts/0/7-2023-11-14T22:13:20.000000Z", b'{"value": "a"}'),
-        Item("create", "logs", "alerts/0/8-2023-11-14T22:13:20.000001Z", b'{"value": "b"}'),
+    assert parse_bulk(request.body) == [
+        BulkItem("create", "logs", "alerts/0/7-2023-11-14T22:13:20.000000Z", b'{"value": "a"}'),
+        BulkItem("create", "logs", "alerts/0/8-2023-11-14T22:13:20.000001Z", b'{"value": "b"}'),
     ]
 
 
@@ -103,7 +103,7 @@ def test_raw_document_with_line_ends_is_sent_on_one_line() -> None:
     pretty = json.dumps({"a": "x\ny", "b": [1]}, indent=2).replace("\n", "\r\n").encode()
     block = set_column(make_events([b"a", b"b"]), "payload", pa.array([pretty, b"{}"], pa.binary()))
     found = get_sent_items(block, format="raw")
-    assert [json.loads(item.source) for item in found] == [{"a": "x\ny", "b": [1]}, {}]
+    assert [json.loads(item.document) for item in found] == [{"a": "x\ny", "b": [1]}, {}]
 
 
 def test_pipeline_is_part_of_the_url(server: Server) -> None:

@@ -29,15 +29,15 @@ from turnlane.events import Block, Event, block_of, get_values
 from turnlane.formats.otlp import (
     PROTOBUF,
     SEVERITIES,
-    Grain,
     Signal,
-    answer,
-    block_of_request,
-    count,
+    SplitUnit,
+    build_request_block,
+    count_records,
     decode,
+    encode_logs_request,
+    encode_response,
     joined,
 )
-from turnlane.formats.otlp import logs_request as made_request
 from turnlane.node.node import Node
 
 SDK: dict[Signal, Any] = {
@@ -60,9 +60,9 @@ def node(tmp_path: Path) -> Iterator[Node]:
         yield found
 
 
-def make_sdk_events(signal: Signal, grain: Grain = Grain.RECORD) -> list[Event]:
+def make_sdk_events(signal: Signal, grain: SplitUnit = SplitUnit.RECORD) -> list[Event]:
     """Return the events of an SDK request."""
-    block = block_of_request(signal, SDK[signal], grain=grain)
+    block = build_request_block(signal, SDK[signal], grain=grain)
     headers = [dict(each.as_py()) for each in block.column("headers")]
     values = block.column("value").to_pylist()
     return [Event(value, headers=head) for value, head in zip(values, headers, strict=True)]
@@ -98,7 +98,7 @@ def make_block(found: list[Event]) -> Block:
     return block
 
 
-def make_telemetry(grain: Grain = Grain.RECORD) -> Block:
+def make_telemetry(grain: SplitUnit = SplitUnit.RECORD) -> Block:
     """Return events of all three signals, mixed, as the input stores them."""
     found: list[Event] = []
     for signal in SDK:
@@ -142,9 +142,9 @@ def get_names(request: Any) -> set[str]:
 # ── telemetry ────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("grain", list(Grain))
+@pytest.mark.parametrize("grain", list(SplitUnit))
 def test_telemetry_is_sent_unchanged_in_one_request_per_signal(
-    server: Server, grain: Grain
+    server: Server, grain: SplitUnit
 ) -> None:
     deliver("otlp", make_telemetry(grain), url=server.url)
     assert {request.path for request in server.requests} == {
@@ -235,9 +235,9 @@ def test_block_with_telemetry_and_other_events_is_sent_in_one_request(node: Node
 
 def test_missing_columns_are_left_out() -> None:
     block = make_events([b"a", b"b"]).select(["value"])
-    request = decode(Signal.LOGS, made_request(block, resource={}))
+    request = decode(Signal.LOGS, encode_logs_request(block, resource={}))
     assert get_names(request) == {"a", "b"}
-    nothing = decode(Signal.LOGS, made_request(block.select([]), resource={}))
+    nothing = decode(Signal.LOGS, encode_logs_request(block.select([]), resource={}))
     assert len(nothing.resource_logs[0].scope_logs[0].log_records) == 2
 
 
@@ -264,7 +264,7 @@ def test_log_records_equal_those_of_protobuf(rows: list[Any]) -> None:
     block = block_of(values, headers=headers, severities=severities, timestamps=NOON)
     block = set_column(block, "number", pa.array(numbers, pa.int64()))
     block = set_column(block, "real", pa.array(reals, pa.float64()))
-    request = decode(Signal.LOGS, made_request(block, resource={}))
+    request = decode(Signal.LOGS, encode_logs_request(block, resource={}))
     found: list[LogRecord] = list(request.resource_logs[0].scope_logs[0].log_records)
     for record, (value, number, real, header, severity) in zip(found, rows, strict=True):
         assert (record.body.bytes_value or record.body.string_value.encode()) == value
@@ -283,7 +283,7 @@ def test_log_records_equal_those_of_protobuf(rows: list[Any]) -> None:
 def test_partly_rejected_export_counts_as_delivered(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.set_replies(Reply(200, answer(Signal.LOGS, rejected=2, why="too old")))
+    server.set_replies(Reply(200, encode_response(Signal.LOGS, rejected=2, why="too old")))
     with make_output("otlp", url=server.url) as output:
         output.send(output.prepare(make_events([b"a", b"b", b"c"])))
         assert output.rejected == 2
@@ -294,8 +294,8 @@ def test_partly_rejected_export_counts_as_delivered(
 @pytest.mark.parametrize("signal", Signal)
 def test_fully_rejected_export_makes_all_events_dead(server: Server, signal: Signal) -> None:
     block = make_block(make_sdk_events(signal))
-    records = count(signal, SDK[signal])
-    server.set_replies(Reply(200, answer(signal, rejected=records, why="too old")))
+    records = count_records(signal, SDK[signal])
+    server.set_replies(Reply(200, encode_response(signal, rejected=records, why="too old")))
     (result,), state = deliver_blocks([block], server)
     assert (result.delivered, len(server.requests)) == (0, 1)
     (letter,) = result.dead
@@ -305,7 +305,7 @@ def test_fully_rejected_export_makes_all_events_dead(server: Server, signal: Sig
 
 
 def test_rejected_records_are_reported_to_the_destination_state(server: Server) -> None:
-    replies = [Reply(200, answer(Signal.LOGS, rejected=1, why="too old"))] * 2
+    replies = [Reply(200, encode_response(Signal.LOGS, rejected=1, why="too old"))] * 2
     server.set_replies(*replies)
     results, state = deliver_blocks(
         [make_events([b"a", b"b"]), make_events([b"c", b"d"])], server, batch_events=2

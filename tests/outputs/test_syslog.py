@@ -22,8 +22,8 @@ from tests.outputs.blocks import make_block, make_values
 from tests.outputs.syslog_receivers import run_rsyslogd
 from tests.ports import free_port
 from turnlane.errors import Never, PartlyDelivered, RetryLater
-from turnlane.formats.lines import large, strung
-from turnlane.formats.syslog import newline_ended, octet_counted
+from turnlane.formats.lines import join_texts, to_large_binary
+from turnlane.formats.syslog import frame_by_length, frame_by_newline
 from turnlane.node.node import Node
 from turnlane.outputs.syslog import SyslogOutput, SyslogOutputSettings
 
@@ -137,7 +137,7 @@ def test_raw_values_arrive_unchanged(host: Node, framing: str) -> None:
 
 @given(st.lists(st.binary(max_size=300), max_size=20))
 def test_octet_counts_equal_the_lengths_of_messages(values: list[bytes]) -> None:
-    data = bytes(strung(octet_counted(large(pa.array(values, pa.binary())))).data)
+    data = bytes(join_texts(frame_by_length(to_large_binary(pa.array(values, pa.binary())))).data)
     found = []
     while data:
         count, _, rest = data.partition(b" ")
@@ -148,7 +148,7 @@ def test_octet_counts_equal_the_lengths_of_messages(values: list[bytes]) -> None
 
 @given(st.lists(st.binary(max_size=300), max_size=20))
 def test_newlines_inside_messages_are_replaced(values: list[bytes]) -> None:
-    data = bytes(strung(newline_ended(large(pa.array(values, pa.binary())))).data)
+    data = bytes(join_texts(frame_by_newline(to_large_binary(pa.array(values, pa.binary())))).data)
     assert data.split(b"\n")[:-1] == [value.replace(b"\n", b" ") for value in values]
 
 

@@ -23,7 +23,7 @@ from turnlane.delivery.settings import PRIORITY
 from turnlane.errors import ConfigError
 from turnlane.formats.otlp import Signal
 from turnlane.formats.parse_settings import Format, ParseSettings
-from turnlane.formats.syslog import priorities
+from turnlane.formats.syslog import parse_priorities
 from turnlane.spark.parsing import parse_events
 
 SCHEMA = (
@@ -179,7 +179,7 @@ def test_priority_column_gives_the_same_result_as_the_message(spark: SparkSessio
     odd = [b"<1\xff>", b"<13\xc3\xa9>", b"<", b"<>", b"", b"<1 >", b"<+1>", b"<0001>", b"<7"]
     values: Any = [None, *odd, *(text.encode() for text in SAMPLES), *NO_UTF_8]
     source = events(spark, values, severity=5)
-    numbers = priorities(pa.array(values, pa.binary())).to_pylist()
+    numbers = parse_priorities(pa.array(values, pa.binary())).to_pylist()
     rows = [(*row, number) for row, number in zip(source.collect(), numbers, strict=True)]
     schema = StructType([*source.schema.fields, StructField(PRIORITY, ShortType())])
     known = spark.createDataFrame(rows, schema)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.formats.http_bodies import _many_lines, items_of, json_values, lines
+from turnlane.formats.lines import _split_long_body, split_body_lines, split_json_array
+from turnlane.inputs.elasticsearch import parse_bulk
 
 PIECES = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff"])).map(b"".join)
 
@@ -17,7 +18,7 @@ PIECES = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff"])
 def test_lines_are_those_of_a_plain_split(body: bytes) -> None:
     *ended, last = body.split(b"\n")
     plain = [*(line.removesuffix(b"\r") for line in ended), last]
-    for cut in (lines, _many_lines):
+    for cut in (split_body_lines, _split_long_body):
         found = cut(body)
         found.validate(full=True)
         assert found.to_pylist() == [line for line in plain if line]
@@ -25,7 +26,7 @@ def test_lines_are_those_of_a_plain_split(body: bytes) -> None:
 
 def test_long_bodies_are_cut_like_short_ones() -> None:
     body = b"one\r\n\ntwo\n" * 1000
-    assert lines(body).to_pylist() == [b"one", b"two"] * 1000
+    assert split_body_lines(body).to_pylist() == [b"one", b"two"] * 1000
 
 
 VALUES = st.recursive(
@@ -39,7 +40,7 @@ def test_elements_of_an_array_come_as_they_were_written(
     elements: list[object], indent: int | None, ascii_only: bool
 ) -> None:
     body = json.dumps(elements, indent=indent, ensure_ascii=ascii_only).encode()
-    found = json_values(body).to_pylist()
+    found = split_json_array(body).to_pylist()
     assert [json.loads(value or b"") for value in found] == elements
     if found:
         assert body.index(found[0] or b"") >= 0
@@ -48,7 +49,7 @@ def test_elements_of_an_array_come_as_they_were_written(
 @given(VALUES.filter(lambda value: not isinstance(value, list)))
 def test_a_value_that_is_no_array_comes_whole(value: object) -> None:
     body = json.dumps(value, indent=1).encode()
-    assert json_values(b" " + body + b"\n").to_pylist() == [body]
+    assert split_json_array(b" " + body + b"\n").to_pylist() == [body]
 
 
 @pytest.mark.parametrize(
@@ -57,11 +58,11 @@ def test_a_value_that_is_no_array_comes_whole(value: object) -> None:
 )
 def test_what_is_not_json_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError, match="not JSON"):
-        json_values(body)
+        split_json_array(body)
 
 
 def test_bulk_documents_come_as_they_were_written() -> None:
     body = b'{"index": {"_id": 7}}\r\n{"a":  1.50}\r\n\r\n{"delete": {"_index": "b", "_id": "x"}}'
-    first, second = items_of(body, "a")
+    first, second = parse_bulk(body, "a")
     assert first[:4] == ("index", "a", "7", b'{"a":  1.50}')
     assert second == ("delete", "b", "x", b"", None)

@@ -16,8 +16,8 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
-from turnlane.formats.otlp import Signal, split
-from turnlane.formats.otlp_columns import COLUMNS, columns_of
+from turnlane.formats.otlp import Signal, split_request
+from turnlane.formats.otlp_columns import COLUMNS, decode_columns
 
 TEXTS = ["", "a", "ümläut", "x" * 200, "line\nbreak"]
 
@@ -132,7 +132,7 @@ def events(seed: int) -> tuple[list[bytes], list[str]]:
     signals: list[str] = []
     for _ in range(60):
         signal = choice.choice(list(Signal))
-        found = split(signal, request_of(signal, choice, choice.randrange(1, 5))).values
+        found = split_request(signal, request_of(signal, choice, choice.randrange(1, 5))).values
         values += found
         signals += [signal.value] * len(found)
     return values, signals
@@ -150,7 +150,7 @@ def test_decoding_by_the_column_agrees_with_protobuf(seed: int) -> None:
 
 
 def rows_of(values: pa.Array[Any], signals: pa.Array[Any]) -> list[dict[str, Any]]:
-    columns: Any = columns_of(values, signals)
+    columns: Any = decode_columns(values, signals)
     found: list[dict[str, Any]] = columns.to_pylist()
     return found
 
@@ -239,6 +239,6 @@ def test_what_is_no_single_record_says_so() -> None:
 
 
 def test_a_batch_of_nothing_has_the_columns() -> None:
-    found = columns_of(pa.array([], pa.binary()), pa.array([], pa.string()))
+    found = decode_columns(pa.array([], pa.binary()), pa.array([], pa.string()))
     assert [field.name for field in found.type] == list(COLUMNS)
     assert len(found) == 0

@@ -19,17 +19,17 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 from turnlane.errors import EventTooLarge
 from turnlane.events import BASE_SCHEMA, get_values
 from turnlane.formats.otlp import (
-    Grain,
     Malformed,
     Signal,
-    block_of_request,
-    count,
+    SplitUnit,
+    build_request_block,
+    count_records,
     decode,
+    encode_retry_info,
+    encode_status,
+    encode_varint,
+    get_syslog_severity,
     joined,
-    retry_info,
-    severity_of,
-    status,
-    varint,
 )
 
 RECORDS = st.lists(st.tuples(st.text(max_size=200), st.integers(0, 30)), max_size=4)
@@ -63,19 +63,21 @@ def flat(request: ExportLogsServiceRequest) -> list[tuple[Any, ...]]:
     ]
 
 
-@given(logs_requests(), st.sampled_from(Grain))
+@given(logs_requests(), st.sampled_from(SplitUnit))
 def test_events_hold_what_the_request_held_and_can_be_joined(
-    request: ExportLogsServiceRequest, grain: Grain
+    request: ExportLogsServiceRequest, grain: SplitUnit
 ) -> None:
-    block = block_of_request(Signal.LOGS, request, "here", grain)
+    block = build_request_block(Signal.LOGS, request, "here", grain)
     whole = ExportLogsServiceRequest.FromString(joined(get_values([block])))
     assert flat(whole) == flat(request)
     for field in block.schema:
         assert field.type == BASE_SCHEMA.field(field.name).type
-    if grain is Grain.RECORD:
-        assert block.num_rows == count(Signal.LOGS, request)
+    if grain is SplitUnit.RECORD:
+        assert block.num_rows == count_records(Signal.LOGS, request)
         numbers = [record.severity_number for *_, record in flat(request)]
-        assert block.column("severity").to_pylist() == [severity_of(each) for each in numbers]
+        assert block.column("severity").to_pylist() == [
+            get_syslog_severity(each) for each in numbers
+        ]
 
 
 def test_a_whole_request_is_as_severe_as_its_worst_record() -> None:
@@ -83,7 +85,7 @@ def test_a_whole_request_is_as_severe_as_its_worst_record() -> None:
     scope = request.resource_logs.add().scope_logs.add()
     for number in (0, 9, 17, 13):
         scope.log_records.add(severity_number=number)
-    block = block_of_request(Signal.LOGS, request, None, Grain.REQUEST)
+    block = build_request_block(Signal.LOGS, request, None, SplitUnit.REQUEST)
     assert block.column("severity").to_pylist() == [3]
 
 
@@ -93,34 +95,34 @@ def test_a_whole_request_is_as_severe_as_its_worst_record() -> None:
      (24, 0), (25, None), (-1, None)],
 )  # fmt: skip
 def test_severities_are_those_of_syslog(number: int, severity: int | None) -> None:
-    assert severity_of(number) == severity
+    assert get_syslog_severity(number) == severity
 
 
 def test_keys_are_trace_ids_and_metric_names() -> None:
     traces = ExportTraceServiceRequest()
     traces.resource_spans.add().scope_spans.add().spans.add(trace_id=b"\x01" * 16)
-    block = block_of_request(Signal.TRACES, traces)
+    block = build_request_block(Signal.TRACES, traces)
     assert block.column("key").to_pylist() == ["01" * 16]
     metrics = ExportMetricsServiceRequest()
     scope = metrics.resource_metrics.add().scope_metrics.add()
     scope.metrics.add(name="orders").sum.data_points.add()
     scope.metrics.add()
-    block = block_of_request(Signal.METRICS, metrics)
+    block = build_request_block(Signal.METRICS, metrics)
     assert block.column("key").to_pylist() == ["orders", None]
     scope.metrics.add(name="x" * 2000)
-    block = block_of_request(Signal.METRICS, metrics)
+    block = build_request_block(Signal.METRICS, metrics)
     assert block.column("key").to_pylist() == ["orders", None, "x" * 255]
-    assert count(Signal.METRICS, metrics) == 3
+    assert count_records(Signal.METRICS, metrics) == 3
 
 
 @given(st.integers(0, 2**63 - 1))
 def test_numbers_are_written_as_protobuf_writes_them(number: int) -> None:
     code = number % 2**31
-    assert b"\x08" + varint(code) == (Status(code=code).SerializeToString() or b"\x08\x00")
+    assert b"\x08" + encode_varint(code) == (Status(code=code).SerializeToString() or b"\x08\x00")
 
 
 def test_refusals_are_read_by_googles_own_messages() -> None:
-    found = Status.FromString(status(8, "full", details=retry_info(1.25)))
+    found = Status.FromString(encode_status(8, "full", details=encode_retry_info(1.25)))
     info = RetryInfo()
     assert found.details[0].Unpack(info)
     assert (found.code, found.message) == (8, "full")
@@ -142,5 +144,5 @@ def test_a_large_resource_is_not_written_for_ever_so_many_records() -> None:
         scope = resource.scope_logs.add()
         scope.log_records.extend([LogRecord()] * 500)
     with pytest.raises(EventTooLarge, match="in parts"):
-        block_of_request(Signal.LOGS, request)
-    assert block_of_request(Signal.LOGS, request, grain=Grain.REQUEST).num_rows == 1
+        build_request_block(Signal.LOGS, request)
+    assert build_request_block(Signal.LOGS, request, grain=SplitUnit.REQUEST).num_rows == 1

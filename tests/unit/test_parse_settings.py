@@ -14,9 +14,9 @@ from turnlane.formats.parse_settings import (
     BadPattern,
     Format,
     GroupedPattern,
+    JsonColumn,
     OnError,
     ParseSettings,
-    Pick,
 )
 from turnlane.validation import convert_validation_error
 
@@ -70,9 +70,9 @@ def test_columns_of_json_are_paths_with_types() -> None:
         "odd": "['a b'] :: DECIMAL(9,2)",
     }
     assert ParseSettings.model_validate({"format": "json", "columns": columns}).picks() == {
-        "status": Pick("$.http.status", "int"),
-        "first": Pick("$.items[0].name", "string"),
-        "odd": Pick("$['a b']", "decimal(9,2)"),
+        "status": JsonColumn("$.http.status", "int"),
+        "first": JsonColumn("$.items[0].name", "string"),
+        "odd": JsonColumn("$['a b']", "decimal(9,2)"),
     }
 
 

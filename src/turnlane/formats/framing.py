@@ -1,16 +1,17 @@
 """Where messages begin and end in a stream: by newlines, or by lengths (RFC 6587).
 
 A stream frames its messages in one of two ways: a newline after each, or its length in octets
-before each (``25 <34>1 2026-08-14T09:00:00Z …``). Senders mix them, so :func:`cut` decides message
-by message, as rsyslog does: ``[1-9][0-9]{0,8} <`` at the start of a message is a length, anything
-else is the beginning of a line. A line may also end with a NUL, as those of Python's own
-``SysLogHandler`` do over TCP.
+before each (``25 <34>1 2026-08-14T09:00:00Z …``). Senders mix them, so :func:`find_messages`
+decides for each message, as rsyslog does: ``[1-9][0-9]{0,8} <`` at the start of a message is a
+length, anything else is the beginning of a line. A line may also end with a NUL: Python's own
+``SysLogHandler`` sends such lines over TCP.
 
-As in rsyslog, one NUL at the end of a message and the newline of a counted one are not part of it,
-a carriage return is, and an empty message is none. A message that is too long comes in pieces.
+As in rsyslog, one NUL at the end of a message and the newline of a counted message do not belong to
+the message, a carriage return does, and empty messages are left out. A message that is too long is
+cut into pieces.
 
-Everything here works on whole buffers. Only messages that are too long, and counted messages whose
-lengths do not add up at first sight, cost Python one by one.
+Everything here works on whole buffers. Python handles a message by itself only if it is too long,
+or if it is counted and its length was not guessed from the distances between messages.
 """
 
 from __future__ import annotations
@@ -21,99 +22,37 @@ from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from turnlane.formats.lines import Bytes, Octets, Places, column, trimmed
-
-# ── counts ──
-# Many counted messages at once: their lengths guessed from their distances, then checked.
+from turnlane.formats.lines import Bytes, Octets, Positions, trim_ends
 
 MAX_DIGITS: Final = 9
-"""A longer number is no length."""
+"""A longer number is not a length."""
 _POWERS: Final = 10 ** np.arange(1, MAX_DIGITS + 1)
-_COUNTS_SPACE, _COUNTS_ZERO, _COUNTS_LESS = (ord(each) for each in " 0<")
-
-
-class Chain(NamedTuple):
-    """Messages that follow each other without a gap."""
-
-    starts: Places
-    ends: Places
-    whole: bool
-    """Whether there may be more of them after the marks that were looked at."""
-
-
-def find_marks(data: Octets) -> Places:
-    """Where ``<`` follows a digit and a space: the beginnings of counted messages, or so."""
-    marks: Places = np.flatnonzero(data[2:] == _COUNTS_LESS) + 2
-    marks = marks[data[marks - 1] == _COUNTS_SPACE]
-    digits: NDArray[np.bool_] = data[marks - 2] - np.uint8(_COUNTS_ZERO) <= 9
-    return marks[digits]
-
-
-def chain(data: Octets, marks: Places, at: int, longest: int) -> Chain:
-    """The messages that begin with the length written ``at`` a place.
-
-    A message of n octets is followed by the digits of the next one's length, a space and the next
-    mark; how many digits follows from that message's own distance. The guess holds up to the first
-    message before whose mark another number is written: what is checked is the whole chain of
-    lengths from a known beginning, so a wrong guess can cost time and nothing else.
-    """
-    gaps = np.diff(marks) - 1
-    digits = _digits(gaps[:-1] - _digits(gaps[1:]))
-    lengths = gaps[: max(0, len(digits) - 1)] - digits[1:]
-    digits, marks = digits[: len(lengths)], marks[: len(lengths)]
-    if not len(lengths) or marks[0] - 1 - digits[0] != at:
-        return Chain(marks[:0], marks[:0], whole=False)
-    right = _written(data, marks, digits) == lengths
-    right &= (_digits(lengths) == digits) & (lengths <= longest)
-    count = len(right) if right.all() else int(right.argmin())
-    return Chain(marks[:count], marks[:count] + lengths[:count], count == len(right))
-
-
-def _written(data: Octets, marks: Places, digits: Places) -> Places:
-    """The numbers with this many digits before the marks; -1 where there is none."""
-    value = np.zeros(len(marks), np.int64)
-    valid = np.ones(len(marks), bool)
-    for at in range(int(digits.max())):
-        octets = data.take(marks - 2 - at, mode="clip") - np.uint8(_COUNTS_ZERO)
-        within = digits > at
-        valid &= ~within | (octets <= 9)
-        value += np.where(within, octets, 0) * np.int64(10**at)
-    return np.where(valid, value, -1)
-
-
-def _digits(numbers: Places) -> Places:
-    """How many decimal digits they have; at least one."""
-    found: Places = np.searchsorted(_POWERS, numbers, "right") + 1
-    return found
-
-
 _NUL, _NEWLINE, _SPACE, _ZERO, _LESS = (ord(each) for each in "\0\n 0<")
-_NOWHERE: Final = np.empty(0, np.int64)
+_NO_POSITIONS: Final = np.empty(0, np.int64)
 
 _LINE_END: Final = re.compile(rb"\n")
 _LINE_OR_NUL: Final = re.compile(rb"[\n\0]")
 
 _WINDOW, _LARGEST_WINDOW = 64, 4_096
-"""Counted messages whose lengths are checked in one go: at first, and once that has gone well."""
+"""Counted messages whose lengths are checked in one step: at first, and after successful steps."""
 _SINGLES: Final = 64
-"""Messages taken one by one before the next try to take many; doubled if the try fails."""
+"""Messages found one by one before the next try to find many; doubled if the try fails."""
 _SMALL: Final = 4_096
-"""Buffers in which all messages are taken one by one."""
+"""Up to this size all messages of a buffer are found one by one."""
 _FEW: Final = 32
-"""Lines between counted messages that are not worth a vector."""
+"""Fewer lines than this between counted messages are found one by one."""
 
 IN_LINE: Final = -1
 """The buffer begins inside a line of which earlier pieces were cut off."""
 
 
 class Framing(enum.StrEnum):
-    """How messages are told apart in a stream."""
+    """How messages are separated in a stream."""
 
     AUTO = "auto"
-    """By what each of them begins with; a line ends with a newline or a NUL."""
+    """By the beginning of each message; a line ends with a newline or a NUL."""
     NEWLINE = "newline"
     """By the newline after each."""
     OCTET = "octet"
@@ -127,68 +66,88 @@ _HEADERS: Final = {
 }
 
 
-class Found(NamedTuple):
-    """Where messages are in a buffer, and what to go on with."""
+class FoundMessages(NamedTuple):
+    """The messages of a buffer, and the state for the next call."""
 
-    starts: Places
-    ends: Places
+    starts: Positions
+    ends: Positions
     used: int
-    """So many bytes are dealt with; the rest comes again, with more behind it."""
+    """The bytes that are done; the caller passes the rest again, with more bytes behind it."""
     inside: int
-    """For the next call: 0 at the start of a message; how many octets of a counted message are
-    still to come; or :data:`IN_LINE`."""
+    """For the next call: 0 at the start of a message; the number of missing octets of a counted
+    message; or :data:`IN_LINE`."""
     oversize: int
     """How many messages were longer than allowed."""
     malformed: int
-    """Messages that ended early, or had no length though all should have one."""
+    """How many messages ended early, or had no length although every message needs one."""
 
 
-class Cut(NamedTuple):
-    """The messages of a buffer; the rest as in :class:`Found`."""
-
-    values: pa.BinaryArray
-    used: int
-    inside: int
-    oversize: int
-    malformed: int
-
-
-def find(
+def find_messages(
     buffer: Bytes,
     longest: int,
     framing: Framing = Framing.AUTO,
     *,
     inside: int = 0,
     last: bool = False,
-) -> Found:
+) -> FoundMessages:
     """Find the messages in the next bytes of a stream, which may be cut off anywhere.
 
-    Messages over ``longest`` bytes come in pieces of that length. After ``last`` nothing more will
-    follow, so that what is there of a message is kept as if it were complete. ``used`` leaves at
-    most ``longest`` bytes and a length over.
+    A message over ``longest`` bytes becomes pieces of that length. ``last`` says that the stream
+    has ended: then the beginning of a message counts as a message. ``used`` leaves over at most
+    ``longest`` bytes and a length.
     """
-    cutter = _Cutter(buffer, longest, framing, inside)
-    cutter.run()
+    finder = _MessageFinder(buffer, longest, framing, inside)
+    finder.run()
     if last:
-        cutter.finish()
-    return Found(*cutter.spans(), cutter.at, cutter.inside, cutter.oversize, cutter.malformed)
+        finder.finish()
+    return FoundMessages(
+        *finder.get_spans(), finder.at, finder.inside, finder.oversize, finder.malformed
+    )
 
 
-def cut(
-    buffer: Bytes,
-    longest: int,
-    framing: Framing = Framing.AUTO,
-    *,
-    inside: int = 0,
-    last: bool = False,
-) -> Cut:
-    """The messages in the next bytes of a stream, as :func:`find` finds them, in a column."""
-    starts, ends, *rest = find(buffer, longest, framing, inside=inside, last=last)
-    return Cut(column(buffer, starts, ends), *rest)
+def _find_chain(
+    data: Octets, marks: Positions, at: int, longest: int
+) -> tuple[Positions, Positions, bool]:
+    """Find counted messages without a gap between them; the first length stands ``at`` a place.
+
+    Returns starts, ends, and whether more messages may follow after the given marks. A mark is the
+    ``<`` after a length. A message of n octets is followed by the digits of the next length, a
+    space and the next mark; the distance between the next two marks tells how many digits that
+    are. The guess is checked from a known beginning along the whole chain of lengths and holds up
+    to the first number that differs, so a wrong guess costs only time.
+    """
+    gaps = np.diff(marks) - 1
+    digits = _count_digits(gaps[:-1] - _count_digits(gaps[1:]))
+    lengths = gaps[: max(0, len(digits) - 1)] - digits[1:]
+    digits, marks = digits[: len(lengths)], marks[: len(lengths)]
+    if not len(lengths) or marks[0] - 1 - digits[0] != at:
+        return marks[:0], marks[:0], False
+    right = _read_numbers(data, marks, digits) == lengths
+    right &= (_count_digits(lengths) == digits) & (lengths <= longest)
+    count = len(right) if right.all() else int(right.argmin())
+    return marks[:count], marks[:count] + lengths[:count], count == len(right)
 
 
-class _Cutter:
-    """One buffer being cut: ``at`` is how far it has come, ``inside`` what it stands in."""
+def _read_numbers(data: Octets, marks: Positions, digits: Positions) -> Positions:
+    """Return the numbers with this many digits before the marks; -1 where there is none."""
+    value = np.zeros(len(marks), np.int64)
+    valid = np.ones(len(marks), bool)
+    for at in range(int(digits.max())):
+        octets = data.take(marks - 2 - at, mode="clip") - np.uint8(_ZERO)
+        within = digits > at
+        valid &= ~within | (octets <= 9)
+        value += np.where(within, octets, 0) * np.int64(10**at)
+    return np.where(valid, value, -1)
+
+
+def _count_digits(numbers: Positions) -> Positions:
+    """Return how many decimal digits the numbers have; at least one."""
+    counts: Positions = np.searchsorted(_POWERS, numbers, "right") + 1
+    return counts
+
+
+class _MessageFinder:
+    """Finds the messages of one buffer, up to ``at``; ``inside`` as in :class:`FoundMessages`."""
 
     def __init__(self, buffer: Bytes, longest: int, framing: Framing, inside: int) -> None:
         self.at = 0
@@ -203,12 +162,12 @@ class _Cutter:
         self._header = _HEADERS[framing]
         self._line_end = _LINE_OR_NUL if framing is Framing.AUTO else _LINE_END
         self._singles = _SINGLES
-        self._found: list[tuple[Places, Places]] = []
+        self._found: list[tuple[Positions, Positions]] = []
 
-    def spans(self) -> tuple[Places, Places]:
-        """Where the messages are, in order; empty ones left out."""
+    def get_spans(self) -> tuple[Positions, Positions]:
+        """Return starts and ends of the messages, in order, without empty messages."""
         if not self._found:
-            return _NOWHERE, _NOWHERE
+            return _NO_POSITIONS, _NO_POSITIONS
         starts, ends = self._found[0]
         if len(self._found) > 1:
             starts, ends = (np.concatenate(each) for each in zip(*self._found, strict=True))
@@ -216,9 +175,9 @@ class _Cutter:
         return (starts, ends) if full.all() else (starts[full], ends[full])
 
     def run(self) -> None:
-        """Take everything that can be told for sure."""
+        """Find all messages whose end is known."""
         if self.inside > 0:
-            self._go_on_counted()
+            self._continue_counted()
         while self.at < self._size and self.inside <= 0:
             before = self.at
             if self.inside or self._size - self.at > min(_SMALL, self._longest):
@@ -229,26 +188,26 @@ class _Cutter:
                 return
 
     def finish(self) -> None:
-        """The stream has ended: the rest is a message."""
-        header = self._counted_here()
+        """Add the rest as a message: the stream has ended."""
+        header = self._match_length()
         self.malformed += header is not None or self.inside > 0
         if self.at < self._size:  # not if it has ended just after a piece
             start = header.end() if header else self.at
             self._add(np.array([start]), np.array([self._size]))
         self.at, self.inside = self._size, 0
 
-    def _add(self, starts: Places, ends: Places) -> None:
-        self._found.append((starts, trimmed(self._data, starts, ends)))
+    def _add(self, starts: Positions, ends: Positions) -> None:
+        self._found.append((starts, trim_ends(self._data, starts, ends)))
 
     def _take_singles(self) -> None:
-        """Take a few messages one by one; each may be framed in its own way."""
+        """Find a few messages one by one; each may be framed in its own way."""
         if self.inside:
             return
         starts: list[int] = []
         ends: list[int] = []
         header = None
         while len(starts) < self._singles:
-            header = self._counted_here()
+            header = self._match_length()
             if header is not None:
                 start, end = header.end(), header.end() + int(header[1])
                 if end > self._size or end - start > self._longest:
@@ -263,16 +222,16 @@ class _Cutter:
             else:
                 break
             starts.append(start)
-            ends.append(self._trimmed_end(start, end))
+            ends.append(self._trim_end(start, end))
         if starts:
             self._found.append((np.array(starts), np.array(ends)))
         if header is not None and self.at < header.end() and int(header[1]) > self._longest:
             self.oversize += 1
             self.at, self.inside = header.end(), int(header[1])
-            self._go_on_counted()
+            self._continue_counted()
 
-    def _trimmed_end(self, start: int, end: int) -> int:
-        """As :func:`trimmed`, for one message."""
+    def _trim_end(self, start: int, end: int) -> int:
+        """Return the same as :func:`trim_ends`, for one message."""
         for octet in (_NUL, _NEWLINE):
             if end > start and self._buffer[end - 1] == octet:
                 end -= 1
@@ -281,20 +240,19 @@ class _Cutter:
     # ── lines ────────────────────────────────────────────────────────────────────────────────────
 
     @cached_property
-    def _line_ends(self) -> Places:
-        """Where lines end."""
+    def _line_ends(self) -> Positions:
         if self._framing is not Framing.AUTO:
             return np.flatnonzero(self._data == _NEWLINE)
-        ends: Places = np.flatnonzero(self._data <= _NEWLINE)
+        ends: Positions = np.flatnonzero(self._data <= _NEWLINE)
         octets = self._data[ends]
         wanted: NDArray[np.bool_] = (octets == _NEWLINE) | (octets == _NUL)
         return ends[wanted]
 
     @cached_property
-    def _headers(self) -> Places:
-        """Where lines begin that begin with a length, as far as that can be told."""
+    def _headers(self) -> Positions:
+        """The starts of the lines that begin with a length, if the buffer shows enough of them."""
         if self._header is None:
-            return _NOWHERE
+            return _NO_POSITIONS
         data = self._data
         starts = self._line_ends + 1
         lines = starts[data.take(starts, mode="clip") - np.uint8(_ZERO + 1) < 9]
@@ -309,11 +267,11 @@ class _Cutter:
                 counted &= data[lines + at + 1] == _LESS
             found.append(lines[counted])
             lines = lines[octets - np.uint8(_ZERO) <= 9]
-        return np.sort(np.concatenate(found)) if found else _NOWHERE
+        return np.sort(np.concatenate(found)) if found else _NO_POSITIONS
 
     def _take_lines(self) -> None:
-        """Take the lines up to the next that begins with a length; a few are left as singles."""
-        if self.inside == 0 and self._counted_here() is not None:
+        """Find lines up to the next one with a length; a few are left to `_take_singles`."""
+        if self.inside == 0 and self._match_length() is not None:
             return
         index = int(np.searchsorted(self._headers, self.at, "right"))
         until = int(self._headers[index]) if index < len(self._headers) else self._size
@@ -332,8 +290,8 @@ class _Cutter:
         if until == self._size:
             self._take_long_line()
 
-    def _split_lines(self, starts: Places, ends: Places) -> None:
-        """Take complete lines, long ones in pieces."""
+    def _split_lines(self, starts: Positions, ends: Positions) -> None:
+        """Add complete lines, long ones in pieces."""
         done = 0
         for line in np.flatnonzero(ends - starts > self._longest):
             self._add(starts[done:line], ends[done:line])
@@ -345,7 +303,7 @@ class _Cutter:
         self._add(starts[done:], ends[done:])
 
     def _take_long_line(self) -> None:
-        """Cut pieces off a line that has no end yet and is too long already."""
+        """Cut pieces off a line without an end that is already too long."""
         pieces = (self._size - self.at - 1) // self._longest
         if pieces <= 0:
             return
@@ -360,14 +318,14 @@ class _Cutter:
 
     # ── counted messages ─────────────────────────────────────────────────────────────────────────
 
-    def _counted_here(self) -> re.Match[bytes] | None:
-        """The length that stands here, if a counted message begins here."""
+    def _match_length(self) -> re.Match[bytes] | None:
+        """Return the length at this position, if a counted message begins here."""
         if self._header is None or self.inside:
             return None
         return self._header.match(self._buffer, self.at)
 
-    def _go_on_counted(self) -> None:
-        """Take the received part of a counted message that is too long to keep."""
+    def _continue_counted(self) -> None:
+        """Add the received part of a counted message that is too long, in pieces."""
         available = self._size - self.at
         pieces = min((self.inside - 1) // self._longest, available // self._longest)
         self._take_pieces(pieces)
@@ -378,18 +336,23 @@ class _Cutter:
             self.at, self.inside = end, 0
 
     @cached_property
-    def _marks(self) -> Places:
-        return find_marks(self._data)
+    def _marks(self) -> Positions:
+        """Where ``<`` follows a digit and a space: most counted messages begin there."""
+        data = self._data
+        marks: Positions = np.flatnonzero(data[2:] == _LESS) + 2
+        marks = marks[data[marks - 1] == _SPACE]
+        digits: NDArray[np.bool_] = data[marks - 2] - np.uint8(_ZERO) <= 9
+        return marks[digits]
 
     def _take_chain(self) -> None:
-        """Take as many counted messages as can be told from the distances between them."""
-        if self._counted_here() is None:
+        """Find counted messages by the distances between them, as long as the guesses hold."""
+        if self._match_length() is None:
             return
         start, size, right = self.at, _WINDOW, True
         while right:
             first = int(np.searchsorted(self._marks, self.at))
             marks = self._marks[first : first + size]
-            starts, ends, right = chain(self._data, marks, self.at, self._longest)
+            starts, ends, right = _find_chain(self._data, marks, self.at, self._longest)
             if len(ends):
                 self._add(starts, ends)
                 self.at = int(ends[-1])

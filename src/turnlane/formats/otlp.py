@@ -22,7 +22,12 @@ import pyarrow.compute as pc
 
 from turnlane.delivery.settings import OWN_PREFIX, PAYLOAD
 from turnlane.events import Block, build_values
-from turnlane.formats.lines import block_of_values, check_shared, large, strung
+from turnlane.formats.lines import (
+    build_event_block,
+    check_repeated_bytes,
+    join_texts,
+    to_large_binary,
+)
 
 try:
     from google.protobuf import json_format
@@ -49,7 +54,7 @@ class Signal(enum.StrEnum):
     TRACES = "traces"
 
 
-class Grain(enum.StrEnum):
+class SplitUnit(enum.StrEnum):
     """What becomes one event."""
 
     RECORD = "record"
@@ -62,7 +67,7 @@ class Malformed(ValueError):
     """The body is not an export request."""
 
 
-class Records(NamedTuple):
+class RecordColumns(NamedTuple):
     """The columns of a request's events."""
 
     values: list[bytes]
@@ -178,16 +183,16 @@ def _base64_of(name: str, digits: str) -> str:
 # ── requests to events ──────────────────────────────────────────────────────────────────────────
 
 
-def block_of_request(
+def build_request_block(
     signal: Signal,
     request: Any,  # noqa: ANN401
     source: str | None = None,
-    grain: Grain = Grain.RECORD,
+    grain: SplitUnit = SplitUnit.RECORD,
 ) -> Block:
     """The events of a request, in its order. They get their time when they are published."""
-    found = split(signal, request) if grain is Grain.RECORD else _whole(signal, request)
+    found = split_request(signal, request) if grain is SplitUnit.RECORD else _whole(signal, request)
     headers = {SIGNAL_HEADER: signal.value, "content-type": PROTOBUF}
-    return block_of_values(
+    return build_event_block(
         build_values(found.values),
         keys=found.keys,
         severities=found.severities if signal is Signal.LOGS else None,
@@ -196,10 +201,10 @@ def block_of_request(
     )
 
 
-def split(signal: Signal, request: Any) -> Records:  # noqa: ANN401
+def split_request(signal: Signal, request: Any) -> RecordColumns:  # noqa: ANN401
     """A request for each record, with its resource and scope. Raises ``EventTooLarge``."""
     shape = _SHAPES[signal]
-    found = Records([], [], [])
+    found = RecordColumns([], [], [])
     shared = 0
     for resource in getattr(request, shape.resources):
         outer = _shell(resource, "resource")
@@ -207,7 +212,7 @@ def split(signal: Signal, request: Any) -> Records:  # noqa: ANN401
             inner = _shell(scope, "scope")
             records = getattr(scope, shape.records)
             shared += len(records) * (len(outer) + len(inner))
-            check_shared(shared)
+            check_repeated_bytes(shared)
             found.values.extend(_wrapped(outer, inner, records))
             _annotate(signal, records, found)
     return found
@@ -235,33 +240,35 @@ def _wrapped(outer: bytes, inner: bytes, records: Iterable[Any]) -> Iterator[byt
 
 def _head(outer: bytes, inner: bytes, length: int) -> bytes:
     """The bytes before a record of this many bytes."""
-    size = varint(length)
+    size = encode_varint(length)
     scope_size = len(inner) + 1 + len(size) + length
-    scope = varint(scope_size)
-    total = varint(len(outer) + 1 + len(scope) + scope_size)
+    scope = encode_varint(scope_size)
+    total = encode_varint(len(outer) + 1 + len(scope) + scope_size)
     return b"".join((_RESOURCES, total, outer, _SCOPES, scope, inner, _RECORDS, size))
 
 
-def _annotate(signal: Signal, records: Iterable[Any], found: Records) -> None:
+def _annotate(signal: Signal, records: Iterable[Any], found: RecordColumns) -> None:
     if signal is Signal.METRICS:
         found.keys.extend(record.name[:_LONGEST_NAME] or None for record in records)
     else:
         found.keys.extend(record.trace_id[:_TRACE_ID].hex() or None for record in records)
     if signal is Signal.LOGS:
-        found.severities.extend(severity_of(record.severity_number) for record in records)
+        found.severities.extend(get_syslog_severity(record.severity_number) for record in records)
 
 
-def _whole(signal: Signal, request: Any) -> Records:  # noqa: ANN401
-    if not count(signal, request):
-        return Records([], [], [])
+def _whole(signal: Signal, request: Any) -> RecordColumns:  # noqa: ANN401
+    if not count_records(signal, request):
+        return RecordColumns([], [], [])
     worst: int | None = None
     if signal is Signal.LOGS:
-        known = (severity_of(record.severity_number) for record in _records(signal, request))
+        known = (
+            get_syslog_severity(record.severity_number) for record in _records(signal, request)
+        )
         worst = min((each for each in known if each is not None), default=None)
-    return Records([request.SerializeToString()], [None], [worst])
+    return RecordColumns([request.SerializeToString()], [None], [worst])
 
 
-def severity_of(number: int) -> int | None:
+def get_syslog_severity(number: int) -> int | None:
     """Syslog's severity for OTLP's severity number; ``None`` for an undefined number."""
     return SEVERITIES[number] if 0 <= number < len(SEVERITIES) else None
 
@@ -276,7 +283,7 @@ def _records(signal: Signal, request: Any) -> Iterator[Any]:  # noqa: ANN401
             yield from getattr(scope, shape.records)
 
 
-def count(signal: Signal, request: Any) -> int:  # noqa: ANN401
+def count_records(signal: Signal, request: Any) -> int:  # noqa: ANN401
     """How much a request holds, as OTLP counts: log records, spans, or data points of metrics."""
     if signal is Signal.METRICS:
         return sum(max(1, _points(metric)) for metric in _records(signal, request))
@@ -296,7 +303,9 @@ def joined(values: Sequence[bytes]) -> bytes:
 # ── answers ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def answer(signal: Signal, encoding: str = PROTOBUF, *, rejected: int = 0, why: str = "") -> bytes:
+def encode_response(
+    signal: Signal, encoding: str = PROTOBUF, *, rejected: int = 0, why: str = ""
+) -> bytes:
     """The response to a request that was taken, all of it or all but ``rejected`` records."""
     shape = _SHAPES[signal]
     response = shape.response()
@@ -309,7 +318,7 @@ def answer(signal: Signal, encoding: str = PROTOBUF, *, rejected: int = 0, why: 
     return serialised
 
 
-def rejected(signal: Signal, body: bytes, encoding: str = PROTOBUF) -> tuple[int, str]:
+def decode_rejected(signal: Signal, body: bytes, encoding: str = PROTOBUF) -> tuple[int, str]:
     """How many records a response says were not taken, and why. Raises ``Malformed``."""
     shape = _SHAPES[signal]
     if encoding == JSON:
@@ -323,7 +332,7 @@ def rejected(signal: Signal, body: bytes, encoding: str = PROTOBUF) -> tuple[int
     return int(getattr(partly, shape.rejected)), str(partly.error_message)
 
 
-def status(code: int, message: str, encoding: str = PROTOBUF, details: bytes = b"") -> bytes:
+def encode_status(code: int, message: str, encoding: str = PROTOBUF, details: bytes = b"") -> bytes:
     """A ``google.rpc.Status``: what OTLP answers to a request that was not taken.
 
     It is written by hand because its messages come with another distribution. ``details`` is one
@@ -331,25 +340,25 @@ def status(code: int, message: str, encoding: str = PROTOBUF, details: bytes = b
     """
     if encoding == JSON:
         return json.dumps({"code": code, "message": message}).encode()
-    found = b"\x08" + varint(code) + field(b"\x12", message.encode())
+    found = b"\x08" + encode_varint(code) + encode_field(b"\x12", message.encode())
     if details:
         kind = b"type.googleapis.com/google.rpc.RetryInfo"
-        found += field(b"\x1a", field(b"\x0a", kind) + field(b"\x12", details))
+        found += encode_field(b"\x1a", encode_field(b"\x0a", kind) + encode_field(b"\x12", details))
     return found
 
 
-def retry_info(seconds: float) -> bytes:
+def encode_retry_info(seconds: float) -> bytes:
     """A ``google.rpc.RetryInfo``: retry after this time."""
     whole, nanos = divmod(round(seconds * 1_000_000_000), 1_000_000_000)
-    return field(b"\x0a", b"\x08" + varint(whole) + b"\x10" + varint(nanos))
+    return encode_field(b"\x0a", b"\x08" + encode_varint(whole) + b"\x10" + encode_varint(nanos))
 
 
-def field(tag: bytes, content: bytes) -> bytes:
+def encode_field(tag: bytes, content: bytes) -> bytes:
     """A text or a message inside another: its tag, its length, itself."""
-    return tag + varint(len(content)) + content
+    return tag + encode_varint(len(content)) + content
 
 
-def varint(number: int) -> bytes:
+def encode_varint(number: int) -> bytes:
     """A number as protobuf writes lengths: seven bits a byte, the lowest first."""
     if number < 0x80:
         return number.to_bytes(1, "little")
@@ -391,7 +400,7 @@ _KEY, _VALUE = b"\x0a", b"\x12"
 _TEXT, _TRUTH, _WHOLE, _REAL, _BYTES = b"\x0a", b"\x10", b"\x18", b"\x21", b"\x3a"
 
 
-def logs_request(
+def encode_logs_request(
     block: Block, *, resource: Mapping[str, str], ids: Column = None, scope: str = "turnlane"
 ) -> bytes:
     """An export request that holds a log record for each event, in order.
@@ -400,16 +409,20 @@ def logs_request(
     ``log.record.uid``.
     """
     records = _fields(_OTLP_LOGS_RECORDS, _otlp_logs_records(block, ids))
-    inside = field(_SCOPE, field(_NAME, scope.encode())) + strung(large(records)).data.to_pybytes()
+    inside = (
+        encode_field(_SCOPE, encode_field(_NAME, scope.encode()))
+        + join_texts(to_large_binary(records)).data.to_pybytes()
+    )
     about = b"".join(
-        field(
+        encode_field(
             _RESOURCE_ATTRIBUTE,
-            field(_KEY, name.encode()) + field(_VALUE, field(_TEXT, text.encode())),
+            encode_field(_KEY, name.encode())
+            + encode_field(_VALUE, encode_field(_TEXT, text.encode())),
         )
         for name, text in resource.items()
     )
-    group = (field(_RESOURCE, about) if about else b"") + field(_SCOPE_LOGS, inside)
-    return field(_RESOURCE_LOGS, group)
+    group = (encode_field(_RESOURCE, about) if about else b"") + encode_field(_SCOPE_LOGS, inside)
+    return encode_field(_RESOURCE_LOGS, group)
 
 
 def _otlp_logs_records(block: Block, ids: Column) -> Column:
@@ -434,7 +447,7 @@ def _otlp_logs_records(block: Block, ids: Column) -> Column:
 def _severities(column: Column) -> list[Column]:
     place = column.cast(pa.int64())
     known: Any = pc.index_in(place, _PLACES)
-    numbers = pa.array([varint(number) for number in _NUMBERS], pa.binary()).take(known)
+    numbers = pa.array([encode_varint(number) for number in _NUMBERS], pa.binary()).take(known)
     names = pa.array([name.encode() for name in _NAMES], pa.binary()).take(known)
     return [_marked(_NUMBER, numbers), _fields(_LEVEL, names)]
 
@@ -449,7 +462,7 @@ def _attributes(name: str, column: Column) -> Sequence[Column]:
     values = _any(column)
     if values is None:
         return []
-    key = pa.scalar(field(_KEY, name.encode()), pa.binary())
+    key = pa.scalar(encode_field(_KEY, name.encode()), pa.binary())
     pairs = pc.binary_join_element_wise(key, _fields(_VALUE, values), _NOTHING)
     return [_fields(_ATTRIBUTE, pairs)]
 
@@ -515,7 +528,8 @@ def _fields(tag: bytes, contents: Column) -> Column:
     lengths: Any = pc.binary_length(contents)
     lengths = lengths.dictionary_encode()
     heads = [
-        None if each is None else tag + varint(each) for each in lengths.dictionary.to_pylist()
+        None if each is None else tag + encode_varint(each)
+        for each in lengths.dictionary.to_pylist()
     ]
     head = pa.array(heads, pa.binary()).take(lengths.indices)
     return pc.binary_join_element_wise(head, contents, _NOTHING)
@@ -529,7 +543,7 @@ def _marked(tag: bytes, contents: Column) -> Column:
 def _varints(column: Column) -> Column:
     """Whole numbers, each different one written once; a negative one as 64 bits have it."""
     encoded = column.dictionary_encode()
-    written = [varint(number & (1 << 64) - 1) for number in encoded.dictionary.to_pylist()]
+    written = [encode_varint(number & (1 << 64) - 1) for number in encoded.dictionary.to_pylist()]
     return pa.array(written, pa.binary()).take(encoded.indices)
 
 

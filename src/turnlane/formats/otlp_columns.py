@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
-from turnlane.formats.lines import column
+from turnlane.formats.lines import copy_spans
 
 # ── protobuf_columns ──
 # Protobuf read by the column: every step takes the next field of all messages at once.
@@ -65,7 +65,7 @@ class Fields(NamedTuple):
         return Spans(self.rows[chosen], self.starts[chosen], self.ends[chosen])
 
 
-def walk(data: Octets, starts: Places, ends: Places) -> tuple[Fields, Mask]:
+def parse_fields(data: Octets, starts: Places, ends: Places) -> tuple[Fields, Mask]:
     """All fields of the messages, and which messages are malformed (their rows are numbers)."""
     place = starts.astype(np.int64)
     limit = ends.astype(np.int64)
@@ -85,9 +85,9 @@ def walk(data: Octets, starts: Places, ends: Places) -> tuple[Fields, Mask]:
 
 def _step(data: Octets, rows: Places, place: Places, limit: Places) -> tuple[Fields, Mask]:
     """The field that starts at each place, and which of them are whole."""
-    tags, behind = varints(data, place)
+    tags, behind = read_varints(data, place)
     kinds = (tags & np.uint64(7)).astype(np.int64)
-    values, after = varints(data, behind)
+    values, after = read_varints(data, behind)
     lengths = np.minimum(values, np.uint64(1 << 40)).astype(np.int64)
     spans = kinds == SPAN
     counted = spans | (kinds == VARINT)
@@ -99,7 +99,7 @@ def _step(data: Octets, rows: Places, place: Places, limit: Places) -> tuple[Fie
     return Fields(*(each[good] for each in whole)), good
 
 
-def varints(data: Octets, place: Places) -> tuple[Numbers, Places]:
+def read_varints(data: Octets, place: Places) -> tuple[Numbers, Places]:
     """The numbers written at these places, and where they end; beyond the data if unfinished."""
     octets = data.take(place, mode="clip")
     values = (octets & 0x7F).astype(np.uint64)
@@ -128,11 +128,11 @@ def _in_order(steps: list[Fields]) -> Fields:
 # ── from spans to Arrow ─────────────────────────────────────────────────────────────────────────
 
 
-def texts(data: Octets, spans: Spans) -> pa.Array[Any]:
+def read_texts(data: Octets, spans: Spans) -> pa.Array[Any]:
     """The spans as text; bytes that are not UTF-8 are replaced."""
     if not len(spans.rows):
         return pa.array([], pa.string())
-    raw = column(data, spans.starts, spans.ends)  # type: ignore[arg-type]
+    raw = copy_spans(data, spans.starts, spans.ends)  # type: ignore[arg-type]
     try:
         return raw.cast(pa.string())
     except pa.ArrowInvalid:
@@ -140,7 +140,7 @@ def texts(data: Octets, spans: Spans) -> pa.Array[Any]:
         return pa.array(whole, pa.string())
 
 
-def hexadecimal(data: Octets, spans: Spans, width: int) -> tuple[Spans, pa.Array[Any]]:
+def read_hex(data: Octets, spans: Spans, width: int) -> tuple[Spans, pa.Array[Any]]:
     """The spans that have this many bytes, and their digits."""
     wide = spans.where(spans.ends - spans.starts == width)
     octets = data[wide.starts[:, None] + np.arange(width)]
@@ -152,13 +152,13 @@ def hexadecimal(data: Octets, spans: Spans, width: int) -> tuple[Spans, pa.Array
     return wide, pa.Array.from_buffers(pa.string(), len(wide.rows), buffers)
 
 
-def fixed(data: Octets, spans: Spans) -> Numbers:
+def read_fixed64(data: Octets, spans: Spans) -> Numbers:
     """The eight bytes of each span as a number."""
     octets = data[spans.starts[:, None] + np.arange(8)]
     return np.ascontiguousarray(octets).view("<u8").reshape(-1)
 
 
-def picked(values: pa.Array[Any], index: Places) -> pa.Array[Any]:
+def pick_values(values: pa.Array[Any], index: Places) -> pa.Array[Any]:
     """The values at these places; null for a place that is not there."""
     if not len(values):
         nothing: pa.Array[Any] = pa.nulls(len(index), values.type)
@@ -169,14 +169,16 @@ def picked(values: pa.Array[Any], index: Places) -> pa.Array[Any]:
     return found
 
 
-def spread(rows: Places, values: pa.Array[Any], count: int) -> pa.Array[Any]:
+def place_in_rows(rows: Places, values: pa.Array[Any], count: int) -> pa.Array[Any]:
     """A column of ``count`` rows: the values in theirs, the last one counts, null elsewhere."""
     index = np.full(count, -1, np.int64)
     index[rows] = np.arange(len(rows))
-    return picked(values, index)
+    return pick_values(values, index)
 
 
-def maps(rows: Places, keys: pa.Array[Any], values: pa.Array[Any], count: int) -> pa.Array[Any]:
+def build_maps(
+    rows: Places, keys: pa.Array[Any], values: pa.Array[Any], count: int
+) -> pa.Array[Any]:
     """A column of maps: each pair in the map of its row; null is an empty text."""
     ends = np.zeros(count + 1, np.int32)
     np.cumsum(np.bincount(rows, minlength=count), out=ends[1:])
@@ -218,12 +220,12 @@ _STATUSES: Final = pa.array([None, "ok", "error"], TEXT)
 _STRING, _BOOL, _INT, _DOUBLE = 1, 2, 3, 4
 
 
-def columns_of(values: pa.Array[Any], signals: pa.Array[Any]) -> pa.StructArray:
+def decode_columns(values: pa.Array[Any], signals: pa.Array[Any]) -> pa.StructArray:
     """The columns of these events; ``signals`` are their headers of that name."""
-    return _Batch(values, signals).columns()
+    return _ColumnDecoder(values, signals).columns()
 
 
-class _Batch:
+class _ColumnDecoder:
     """One batch of events on its way to columns."""
 
     def __init__(self, values: pa.Array[Any], signals: pa.Array[Any]) -> None:
@@ -277,7 +279,7 @@ class _Batch:
                 self._named(record, meanings == _DATA, record.numbers, _METRIC_KINDS),
             ),
             "severity_text": self._text(spans(_LEVEL)),
-            "body": spread(bodies.rows, self._any(bodies), self.count),
+            "body": place_in_rows(bodies.rows, self._any(bodies), self.count),
             "attributes": self._pairs(spans(_PAIRS)),
             "status": self._status(spans(_STATUS)),
         }
@@ -286,7 +288,7 @@ class _Batch:
 
     def _fields(self, spans: Spans) -> Fields:
         """The fields of these messages, each with the row of its event."""
-        fields, bad = walk(self.data, spans.starts, spans.ends)
+        fields, bad = parse_fields(self.data, spans.starts, spans.ends)
         self._refuse(self._rows(spans.rows[bad]), "its protobuf is malformed")
         return fields._replace(rows=spans.rows[fields.rows])
 
@@ -313,29 +315,29 @@ class _Batch:
         index = np.full(self.count, -1, np.int64)
         for at in reversed(range(len(self.errors))):
             index[self.errors[at][0]] = at
-        return picked(why, index)
+        return pick_values(why, index)
 
     # ── contents ────────────────────────────────────────────────────────────────────────────────
 
     def _text(self, spans: Spans) -> pa.Array[Any]:
         filled = spans.where(spans.ends > spans.starts)
-        return spread(filled.rows, texts(self.data, filled), self.count)
+        return place_in_rows(filled.rows, read_texts(self.data, filled), self.count)
 
     def _hex(self, spans: Spans, width: int) -> pa.Array[Any]:
-        wide, digits = hexadecimal(self.data, spans, width)
-        return spread(wide.rows, digits, self.count)
+        wide, digits = read_hex(self.data, spans, width)
+        return place_in_rows(wide.rows, digits, self.count)
 
     def _time(self, spans: Spans) -> pa.Array[Any]:
         whole = spans.where(spans.ends - spans.starts == 8)
-        micros = (fixed(self.data, whole) // np.uint64(1000)).astype(np.int64)
-        return spread(whole.rows, pa.array(micros, mask=micros == 0).cast(TIME), self.count)
+        micros = (read_fixed64(self.data, whole) // np.uint64(1000)).astype(np.int64)
+        return place_in_rows(whole.rows, pa.array(micros, mask=micros == 0).cast(TIME), self.count)
 
     def _named(
         self, fields: Fields, chosen: Mask, numbers: Places | Numbers, names: pa.Array[Any]
     ) -> pa.Array[Any]:
         """The names that go with these numbers, each in the row of its field."""
-        found = picked(names, numbers[chosen].astype(np.int64))
-        return spread(fields.rows[chosen], found, self.count)
+        found = pick_values(names, numbers[chosen].astype(np.int64))
+        return place_in_rows(fields.rows[chosen], found, self.count)
 
     def _status(self, spans: Spans) -> pa.Array[Any]:
         inside = self._fields(spans)
@@ -344,18 +346,18 @@ class _Batch:
     def _pairs(self, spans: Spans) -> pa.Array[Any]:
         """A map for each event, of the key-value messages in these spans."""
         count = len(spans.rows)
-        fields, bad = walk(self.data, spans.starts, spans.ends)
+        fields, bad = parse_fields(self.data, spans.starts, spans.ends)
         self._refuse(self._rows(spans.rows[bad]), "its attributes are malformed")
         named, valued = (fields.spans(fields.numbers == number) for number in (1, 2))
-        keys = spread(named.rows, texts(self.data, named), count)
+        keys = place_in_rows(named.rows, read_texts(self.data, named), count)
         owned = valued._replace(rows=spans.rows[valued.rows])
-        values = spread(valued.rows, self._any(owned), count)
-        return maps(spans.rows, keys, values, self.count)
+        values = place_in_rows(valued.rows, self._any(owned), count)
+        return build_maps(spans.rows, keys, values, self.count)
 
     def _any(self, spans: Spans) -> pa.Array[Any]:
         """The text of each ``AnyValue``: as it is, or as JSON writes it; null for none."""
         count = len(spans.rows)
-        fields, bad = walk(self.data, spans.starts, spans.ends)
+        fields, bad = parse_fields(self.data, spans.starts, spans.ends)
         self._refuse(self._rows(spans.rows[bad]), "a value in it is malformed")
         kinds = fields.numbers
         plain = fields.spans(kinds == _STRING)
@@ -363,14 +365,14 @@ class _Batch:
         double = fields.spans((kinds == _DOUBLE) & (fields.ends - fields.starts == 8))
         nested = fields.spans(kinds > _DOUBLE)
         parts = [
-            (plain.rows, texts(self.data, plain)),
+            (plain.rows, read_texts(self.data, plain)),
             (fields.rows[kinds == _BOOL], _truths(fields.values[kinds == _BOOL])),
             (fields.rows[kinds == _INT], pa.array(number).cast(TEXT)),
-            (double.rows, pa.array(fixed(self.data, double).view(np.float64)).cast(TEXT)),
+            (double.rows, pa.array(read_fixed64(self.data, double).view(np.float64)).cast(TEXT)),
             (nested.rows, self._nested(spans, nested)),
         ]
         rows = np.concatenate([rows for rows, _ in parts])
-        return spread(rows, pa.concat_arrays([values for _, values in parts]), count)
+        return place_in_rows(rows, pa.concat_arrays([values for _, values in parts]), count)
 
     def _nested(self, spans: Spans, nested: Spans) -> pa.Array[Any]:
         """Lists, maps and bytes, which are rare, one by one."""
@@ -385,7 +387,7 @@ class _Batch:
 
 
 def _truths(values: Any) -> pa.Array[Any]:  # noqa: ANN401
-    return picked(pa.array(["false", "true"]), (values != 0).astype(np.int64))
+    return pick_values(pa.array(["false", "true"]), (values != 0).astype(np.int64))
 
 
 def _json(value: Any) -> str:  # noqa: ANN401

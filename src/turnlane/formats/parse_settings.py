@@ -59,10 +59,10 @@ class GroupedPattern(NamedTuple):
     @classmethod
     def of(cls, pattern: str) -> GroupedPattern:
         """Read a pattern. Raises ``BadPattern``."""
-        return _Scan(pattern).done()
+        return _PatternScanner(pattern).done()
 
 
-class _Scan:
+class _PatternScanner:
     """One way through a pattern."""
 
     def __init__(self, pattern: str) -> None:
@@ -189,7 +189,7 @@ class OnError(enum.StrEnum):
     """It goes to the dead letters, with the reason."""
 
 
-class Pick(NamedTuple):
+class JsonColumn(NamedTuple):
     """A column taken out of JSON: where it is, as Spark writes paths, and its type."""
 
     path: str
@@ -282,7 +282,7 @@ class ParseSettings(BaseModel):
         """The pattern with its groups counted. Raises ``BadPattern``."""
         return GroupedPattern.of(self.pattern or "")
 
-    def picks(self) -> dict[str, Pick]:
+    def picks(self) -> dict[str, JsonColumn]:
         """The columns to be taken out of JSON, by name."""
         return {name: _pick(text) for name, text in self.columns.items()}
 
@@ -306,10 +306,10 @@ def _unusable(names: Any) -> list[tuple[str, str]]:  # noqa: ANN401
     return found
 
 
-def _pick(text: str) -> Pick:
+def _pick(text: str) -> JsonColumn:
     path, _, kind = text.partition("::")
     path = path.strip()
-    return Pick(
+    return JsonColumn(
         f"${path}" if path.startswith("[") else f"$.{path}", kind.strip().lower() or "string"
     )
 

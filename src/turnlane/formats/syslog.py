@@ -6,7 +6,6 @@ queue under pressure can shed what matters least.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -15,10 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from turnlane.events import Block
-from turnlane.formats.framing import IN_LINE, Cut, Found, Framing, cut, find
-from turnlane.formats.lines import column, joined, large, trimmed
-
-__all__ = ["IN_LINE", "Cut", "Found", "Framing", "cut", "find", "priorities", "severities", "whole"]
+from turnlane.formats.lines import join_columns, to_large_binary
 
 Numbers = npt.NDArray[np.uint16]
 Mask = npt.NDArray[np.bool_]
@@ -28,23 +24,13 @@ _MAX_PRIORITY: Final = 191
 _LONGEST: Final = len("<191>")
 
 
-def whole(messages: Sequence[bytes]) -> pa.BinaryArray:
-    """A column of messages that arrived one by one, each without the NUL and newline at its end."""
-    sizes = np.fromiter(map(len, messages), dtype=np.int64, count=len(messages))
-    ends = np.cumsum(sizes)
-    starts = ends - sizes
-    joined = b"".join(messages)
-    ends = trimmed(np.frombuffer(joined, np.uint8), starts, ends) if joined else ends
-    return column(joined, starts, ends)
-
-
-def severities(values: pa.BinaryArray) -> pa.Int8Array:
+def parse_severities(values: pa.BinaryArray) -> pa.Int8Array:
     """The severity in each message's ``<PRI>``, 0 (emergency) to 7 (debug); null without one."""
     numbers, missing = _priorities(values)
     return pa.array((numbers & 7).astype(np.int8), pa.int8(), mask=missing)
 
 
-def priorities(values: pa.BinaryArray) -> pa.Int16Array:
+def parse_priorities(values: pa.BinaryArray) -> pa.Int16Array:
     """The number in each message's ``<PRI>``; null without one, or if it is too large."""
     numbers, missing = _priorities(values)
     return pa.array(numbers.astype(np.int16), pa.int16(), mask=missing)
@@ -103,7 +89,7 @@ _TAG: Final = 32
 """How long RFC 3164 lets a tag be."""
 
 
-class Names(NamedTuple):
+class SyslogColumnNames(NamedTuple):
     """The columns that the parts of a message come from."""
 
     facility: str
@@ -116,7 +102,7 @@ class Names(NamedTuple):
     message: str
 
 
-class Otherwise(NamedTuple):
+class SyslogDefaults(NamedTuple):
     """What stands in a message whose event does not say."""
 
     facility: int
@@ -125,14 +111,14 @@ class Otherwise(NamedTuple):
     app_name: str
 
 
-def rfc5424(
+def format_rfc5424(
     block: Block,
-    names: Names,
-    otherwise: Otherwise,
+    names: SyslogColumnNames,
+    otherwise: SyslogDefaults,
     ids: tuple[str, Any] | None = None,
 ) -> Any:  # noqa: ANN401
     """A message each; structured data has the event's id, if there is an element for it."""
-    return joined(
+    return join_columns(
         *_priority(block, names, otherwise),
         _word("1 "),
         _moment(_time(block, names)),
@@ -154,12 +140,12 @@ def _structured(ids: tuple[str, Any] | None) -> tuple[Any, ...]:
         return (_word(" - "),)
     element, texts = ids
     escaped = pc.replace_substring_regex(texts, r'(["\\\]])', r"\\\1")
-    return _word(f' [{element} id="'), large(escaped), _word('"] ')
+    return _word(f' [{element} id="'), to_large_binary(escaped), _word('"] ')
 
 
-def rfc3164(block: Block, names: Names, otherwise: Otherwise) -> Any:  # noqa: ANN401
+def format_rfc3164(block: Block, names: SyslogColumnNames, otherwise: SyslogDefaults) -> Any:  # noqa: ANN401
     """A message each. The time is in UTC: there is no place for a zone."""
-    return joined(
+    return join_columns(
         *_priority(block, names, otherwise),
         _second(_time(block, names), "%b %e %H:%M:%S", "Jan  1 00:00:00"),
         _word(" "),
@@ -172,19 +158,21 @@ def rfc3164(block: Block, names: Names, otherwise: Otherwise) -> Any:  # noqa: A
     )
 
 
-def octet_counted(messages: Any) -> Any:  # noqa: ANN401
+def frame_by_length(messages: Any) -> Any:  # noqa: ANN401
     """Messages with their lengths before them (RFC 6587), which knows no empty ones."""
     lengths = pc.binary_length(messages)
-    counted = joined(lengths.cast(pa.string()).cast(pa.large_binary()), _word(" "), messages)
+    counted = join_columns(lengths.cast(pa.string()).cast(pa.large_binary()), _word(" "), messages)
     return pc.if_else(pc.equal(messages, _word("")), messages, counted)
 
 
-def newline_ended(messages: Any) -> Any:  # noqa: ANN401
+def frame_by_newline(messages: Any) -> Any:  # noqa: ANN401
     """Messages with newlines after them; those within become spaces."""
-    return joined(pc.replace_substring(messages, "\n", " "), _word("\n"))
+    return join_columns(pc.replace_substring(messages, "\n", " "), _word("\n"))
 
 
-def _priority(block: Block, names: Names, otherwise: Otherwise) -> tuple[Any, Any, Any]:
+def _priority(
+    block: Block, names: SyslogColumnNames, otherwise: SyslogDefaults
+) -> tuple[Any, Any, Any]:
     facility = _number(block, names.facility, otherwise.facility, len(FACILITIES))
     severity = _number(block, names.severity, otherwise.severity, len(SEVERITIES))
     priority: Any = pc.add(pc.multiply(facility, 8), severity)
@@ -201,7 +189,7 @@ def _number(block: Block, name: str, otherwise: int, count: int) -> Any:  # noqa
     return pc.if_else(valid, numbers, pa.scalar(otherwise, pa.int64()))
 
 
-def _time(block: Block, names: Names) -> Any:  # noqa: ANN401
+def _time(block: Block, names: SyslogColumnNames) -> Any:  # noqa: ANN401
     """When it happened; where that is not known, when it arrived."""
     kind = pa.timestamp("us", tz="UTC")
     found = [
@@ -217,8 +205,8 @@ def _moment(times: Any) -> Any:  # noqa: ANN401
     seconds = _second(times, "%Y-%m-%dT%H:%M:%S.", _NIL)
     rest = pc.subsecond(times)
     digits = pc.round(pc.multiply(rest, 1e6)).cast(pa.int64()).cast(pa.string())
-    padded = joined(pc.utf8_lpad(digits, 6, "0").cast(pa.large_binary()), _word("Z"))
-    return joined(seconds, pc.fill_null(padded, _word("")))
+    padded = join_columns(pc.utf8_lpad(digits, 6, "0").cast(pa.large_binary()), _word("Z"))
+    return join_columns(seconds, pc.fill_null(padded, _word("")))
 
 
 def _second(times: Any, form: str, otherwise: str) -> Any:  # noqa: ANN401
@@ -251,17 +239,17 @@ def _process(block: Block, name: str) -> Any:  # noqa: ANN401
         return _word("")
     known = block.column(name)
     ids = _field(block, name, _NIL, _PROC)
-    return pc.if_else(pc.is_null(known), _word(""), joined(_word("["), ids, _word("]")))
+    return pc.if_else(pc.is_null(known), _word(""), join_columns(_word("["), ids, _word("]")))
 
 
-def _message(block: Block, names: Names) -> Any:  # noqa: ANN401
+def _message(block: Block, names: SyslogColumnNames) -> Any:  # noqa: ANN401
     """The text; where there is none, the value as it came."""
     found = [
         block.column(name).cast(pa.large_binary())
         for name in (names.message, "value", "payload")
         if name in block.schema.names
     ]
-    return large(pc.coalesce(*found))
+    return to_large_binary(pc.coalesce(*found))
 
 
 def _word(text: str) -> Any:  # noqa: ANN401

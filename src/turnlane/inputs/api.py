@@ -1,8 +1,8 @@
-"""What an input is, so that anyone can write one.
+"""The interface of inputs, for the inputs of this package and for those of users.
 
 An input listens, or reads, and publishes blocks into the queues of its host. It tells its sender
-that events are safe no earlier than its ``ack`` level says, and under pressure it does what its
-sender can bear: wait, ask to be tried again later, or drop and count.
+that events are safe no earlier than its ``ack`` level allows. While a queue is full it does what
+its senders can handle: let them wait, ask them to retry later, or drop and count.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from turnlane.runtime import Closeable
 
 
 class Host(Protocol):
-    """What an input may ask of the node it runs in."""
+    """The part of a node that its inputs use."""
 
     data: Path
 
     def queue(self, name: str) -> BufferedQueue:
-        """The queue of this name. Raises ``NoSuchQueue``."""
+        """Return the queue of this name. Raises ``NoSuchQueue``."""
 
 
 class InputSettings(BaseModel):
-    """The settings that every input has; one of its own adds to them."""
+    """The settings that every input has; each type of input adds its own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
@@ -47,22 +47,22 @@ class InputSettings(BaseModel):
 
     @property
     def label(self) -> str:
-        """What the input is called in logs and metrics."""
+        """The name of the input in logs and metrics."""
         return self.name or self.type
 
 
 @dataclass(slots=True)
 class Counters:
-    """What an input has seen. Written by its own threads, read by anyone."""
+    """The counts of an input. Its own threads write them, any thread may read them."""
 
     events: int = 0
-    """Events taken into a queue."""
+    """Events accepted by a queue."""
     bytes: int = 0
     """Bytes received."""
     refused: int = 0
-    """Requests or connections that were told to come back later."""
+    """Requests or connections that were refused and should be tried again."""
     invalid: int = 0
-    """Requests or messages that made no sense."""
+    """Requests or messages that were malformed or too large."""
     dropped: int = 0
     """Events dropped because the queue was full, by inputs that cannot wait."""
     connections: int = 0
@@ -70,45 +70,43 @@ class Counters:
 
 
 class Input(Closeable):
-    """A way in. Made when the node starts, started once its queues are open, closed first."""
+    """A source of events. The node starts it once its queues are open, and closes it first."""
 
     settings_type: ClassVar[type[InputSettings]] = InputSettings
     finished: threading.Event | None = None
-    """Set when nothing more will ever come and all that came is acked; ``None``: it has no end."""
+    """Set when the input has ended and all its events are acked; ``None``: it has no end."""
 
     def __init__(self, settings: InputSettings, host: Host) -> None:
         self.settings = settings
         self.host = host
         self.counters = Counters()
-        self._counting = threading.Lock()
+        self._counters_lock = threading.Lock()
 
     def count(self, **amounts: int) -> None:
         """Add to the counters, from any thread."""
-        with self._counting:
+        with self._counters_lock:
             for name, amount in amounts.items():
                 setattr(self.counters, name, getattr(self.counters, name) + amount)
 
     @property
     def address(self) -> str | None:
-        """Where it listens, the port as it really is; ``None`` if it does not listen."""
+        """The address with the real port; ``None`` if it does not listen."""
         return None
 
     @abc.abstractmethod
     def start(self) -> None:
-        """Begin; returns once it listens. Raises ``ConfigError`` or ``AddressTaken``."""
+        """Start; returns once it listens. Raises ``ConfigError`` or ``AddressTaken``."""
 
     @abc.abstractmethod
     def stop(self, timeout: float) -> None:
-        """Stop taking events. Events already taken are published and acked, within ``timeout``."""
+        """Accept no more events; publish and ack the received ones within ``timeout`` seconds."""
 
     def close(self) -> None:
         """Stop at once."""
         self.stop(0.0)
 
 
-# ── registry ──
-# The inputs that are installed.
-
+# The registry of the installed inputs.
 _PLUGINS = PluginRegistry("turnlane.inputs", Input, "input")  # type: ignore[type-abstract]
 
 types = _PLUGINS.types

@@ -1,9 +1,13 @@
-"""Reads datagrams: each is one message, and its sender gets no answer."""
+"""Reads datagrams, and the input ``unix``: each datagram is one message, without an answer.
+
+A unix datagram socket, such as ``/dev/log``, is the one to which ``syslog()`` of the C library
+writes. Messages are stored as they come, in the form of RFC 3164 without a host. By default no
+sender waits: a program that logs must not hang because a queue is full.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import select
 import socket
@@ -19,21 +23,21 @@ import numpy as np
 from pydantic import Field
 
 from turnlane.errors import AddressTaken, ConfigError
-from turnlane.formats.lines import trimmed
-from turnlane.formats.syslog import severities
+from turnlane.formats.lines import trim_ends
+from turnlane.formats.syslog import parse_severities
 from turnlane.inputs.api import Host, Input, InputSettings
-from turnlane.inputs.publishers import OneWayPublisher
-from turnlane.inputs.stream_server import Gathering
+from turnlane.inputs.publishers import FireAndForgetPublisher, ReceiveBuffer
+from turnlane.logs import get_logger
 from turnlane.queues.api import FlowControl
 from turnlane.units import Size
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
-LARGEST: Final = 1 << 18
-"""Room for one datagram. Over UDP none is a quarter as large."""
+MAX_DATAGRAM_BYTES: Final = 1 << 18
+"""Room for one datagram. A UDP datagram has less than a quarter of this."""
 READ_BYTES: Final = 1 << 20
-MANY: Final = 4_096
-"""What makes a block at most, so that nothing waits long to be published."""
+MAX_BLOCK_DATAGRAMS: Final = 4_096
+"""The most datagrams and bytes of a block: so no message waits long for others."""
 _SO_RCVBUFFORCE: Final = 33
 _SO_MEMINFO: Final = 55
 _MEMINFO: Final = struct.Struct("9I")
@@ -48,7 +52,7 @@ class Datagram(NamedTuple):
 
 
 Receive = Callable[[memoryview], Datagram]
-"""Receives one into the memory given; raises ``BlockingIOError`` if there is none."""
+"""Receives one datagram into memory; raises ``BlockingIOError`` if there is none."""
 
 
 class DatagramReader:
@@ -57,7 +61,7 @@ class DatagramReader:
     def __init__(
         self,
         owner: Input,
-        publisher: OneWayPublisher,
+        publisher: FireAndForgetPublisher,
         bound: socket.socket,
         receive: Receive,
         longest: int,
@@ -67,8 +71,8 @@ class DatagramReader:
         self._socket = bound
         self._receive = receive
         self._longest = longest
-        self._gathering = Gathering(READ_BYTES + LARGEST, severities)
-        self._lost = 0
+        self._buffer = ReceiveBuffer(READ_BYTES + MAX_DATAGRAM_BYTES, parse_severities)
+        self._system_drops = 0
         self._waker, self._wake_end = os.pipe()
         self._stopping = threading.Event()
         self._deadline = float("inf")
@@ -76,14 +80,14 @@ class DatagramReader:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start the thread."""
         self._socket.setblocking(False)  # noqa: FBT003 - the socket's own interface
         self._thread.start()
 
     def stop(self, deadline: float) -> None:
         """Publish the datagrams that have arrived, then close the socket. Until ``deadline``."""
         self._deadline = deadline
-        self._publisher.close(deadline)
+        self._publisher.set_deadline(deadline)
         self._stopping.set()
         if self._thread.ident is not None:
             os.write(self._wake_end, b".")
@@ -97,80 +101,77 @@ class DatagramReader:
         poll.register(self._socket, select.POLLIN)
         poll.register(self._waker, select.POLLIN)
         try:
-            while not self._stopping.is_set() and not self._publisher.failed:
+            while not self._stopping.is_set() and not self._publisher.has_failed:
                 poll.poll()
-                self._round()
+                self._read_available()
             self._drain()
         except Exception:
-            log.exception("input %s reads no more datagrams", self._owner.settings.label)
+            log.exception("input.reader_failed", input=self._owner.settings.label)
 
     def _drain(self) -> None:
         """Read the datagrams that have arrived, at most one more full buffer."""
         left = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
-        while not self._publisher.failed and left > 0 and (size := self._round()):
+        while not self._publisher.has_failed and left > 0 and (size := self._read_available()):
             left -= size
             if time.monotonic() >= self._deadline:
                 return
 
-    def _round(self) -> int:
-        """Publish the datagrams that are there, as one block; returns how many bytes."""
-        space = self._gathering.space()
-        ends, sources, cut_off = [0], list[str | None](), 0
-        while len(ends) < MANY and ends[-1] < READ_BYTES:
+    def _read_available(self) -> int:
+        """Publish the datagrams that have arrived, as one block; return how many bytes."""
+        space = self._buffer.get_space()
+        ends, sources, cut = [0], list[str | None](), 0
+        while len(ends) < MAX_BLOCK_DATAGRAMS and ends[-1] < READ_BYTES:
             try:
                 size, source, truncated = self._receive(space[ends[-1] :])
             except (BlockingIOError, InterruptedError):
                 break
-            except OSError as error:  # over UDP, the echo of something sent from this port
-                log.info("input %s: %s", self._owner.settings.label, error)
+            except OSError as error:  # over UDP, an ICMP answer to a datagram from this port
+                log.info("input.receive_failed", input=self._owner.settings.label, error=error)
                 break
             start, end = ends[-1], ends[-1] + size
             bounds = [*range(start + self._longest, end, self._longest), end]
             ends += bounds
             sources += [source] * len(bounds)
-            cut_off += truncated or len(bounds) > 1
-        self._publish(ends, sources, cut_off)
+            cut += truncated or len(bounds) > 1
+        self._publish(ends, sources, cut)
         return ends[-1]
 
-    def _publish(self, ends: list[int], sources: list[str | None], cut_off: int) -> None:
+    def _publish(self, ends: list[int], sources: list[str | None], cut: int) -> None:
         bounds = np.array(ends)
         used = int(bounds[-1])
         starts, final = bounds[:-1], bounds[1:]
         if used:
-            final = trimmed(np.frombuffer(self._gathering.space()[:used], np.uint8), starts, final)
+            final = trim_ends(
+                np.frombuffer(self._buffer.get_space()[:used], np.uint8), starts, final
+            )
         full = final > starts
         named = [source for source, kept in zip(sources, full, strict=True) if kept]
-        self._gathering.take_each(starts[full], final[full], used, named, [1] * len(named))
-        invalid = len(sources) - len(named) + cut_off
-        self._owner.count(bytes=used, invalid=invalid, dropped=self._lost_since())
-        block = self._gathering.block()
+        self._buffer.add_from_sources(starts[full], final[full], used, named, [1] * len(named))
+        invalid = len(sources) - len(named) + cut
+        self._owner.count(bytes=used, invalid=invalid, dropped=self._count_system_drops())
+        block = self._buffer.take_block()
         if block is not None:
             self._publisher.publish(block)
 
-    def _lost_since(self) -> int:
-        """How many datagrams the operating system has dropped since the last time."""
+    def _count_system_drops(self) -> int:
+        """Return how many datagrams the operating system has dropped since the last call."""
         try:
-            told = self._socket.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
+            info = self._socket.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
         except OSError:
             return 0  # before Linux 4.12
-        before, self._lost = self._lost, _MEMINFO.unpack(told)[-1]
-        return (self._lost - before) % (1 << 32)
+        before, self._system_drops = self._system_drops, _MEMINFO.unpack(info)[-1]
+        return (self._system_drops - before) % (1 << 32)
 
 
-def widen(bound: socket.socket, size: int) -> None:
-    """Have the operating system keep ``size`` bytes that are not read yet, or what it allows."""
+def set_receive_buffer(bound: socket.socket, size: int) -> None:
+    """Ask the operating system to hold up to ``size`` unread bytes; it may allow fewer."""
     try:
         bound.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, size)
-    except OSError:  # for administrators only
+    except OSError:  # needs CAP_NET_ADMIN
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
 
 
-# ── unix ──
-# A unix datagram socket, such as ``/dev/log``: what the C library's ``syslog()`` writes to.
-#
-# Messages are stored as they come, in RFC 3164's form without a host. By default nobody is made
-# to
-# wait: a program that logs must not hang because a queue is full.
+# ── the input `unix` ─────────────────────────────────────────────────────────────────────────────
 
 _CREDENTIALS: Final = struct.Struct("3i")
 _ANCILLARY: Final = socket.CMSG_SPACE(_CREDENTIALS.size)
@@ -202,7 +203,7 @@ class UnixSettings(InputSettings):
 
 
 class UnixInput(Input):
-    """Reads a unix datagram socket that it makes itself."""
+    """Creates a unix datagram socket and reads it."""
 
     settings_type: ClassVar[type[InputSettings]] = UnixSettings
     settings: UnixSettings
@@ -210,7 +211,7 @@ class UnixInput(Input):
     def __init__(self, settings: UnixSettings, host: Host) -> None:
         super().__init__(settings, host)
         self._reader: DatagramReader | None = None
-        self._publisher: OneWayPublisher | None = None
+        self._publisher: FireAndForgetPublisher | None = None
 
     @property
     def address(self) -> str | None:
@@ -218,16 +219,15 @@ class UnixInput(Input):
 
     def start(self) -> None:
         settings = self.settings
-        publisher = OneWayPublisher(self)
+        publisher = FireAndForgetPublisher(self)
         publisher.check_fits(settings.max_message_bytes, "max_message_bytes")
-        bound = _bound(settings.path, int(settings.mode, 8))
-        widen(bound, settings.receive_buffer)
+        bound = _bind(settings.path, int(settings.mode, 8))
+        set_receive_buffer(bound, settings.receive_buffer)
         if settings.credentials:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        longest = settings.max_message_bytes
-        receive = _receiver(bound, str(settings.path), credentials=settings.credentials)
+        receive = _make_receiver(bound, str(settings.path), credentials=settings.credentials)
         self._publisher = publisher
-        self._reader = DatagramReader(self, publisher, bound, receive, longest)
+        self._reader = DatagramReader(self, publisher, bound, receive, settings.max_message_bytes)
         self._reader.start()
 
     def stop(self, timeout: float) -> None:
@@ -242,7 +242,7 @@ class UnixInput(Input):
         self._publisher.finish(deadline)
 
 
-def _bound(path: Path, mode: int) -> socket.socket:
+def _bind(path: Path, mode: int) -> socket.socket:
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         _remove_stale(path)
@@ -258,13 +258,13 @@ def _bound(path: Path, mode: int) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove what a process that is gone has left; never something that is in use."""
+    """Remove the socket of a process that has ended; never a socket in use."""
     try:
         kind = os.stat(path).st_mode  # noqa: PTH116 - follows links, as bind() would
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(kind):
-        raise ConfigError("path", f"{path} is there and is no socket; remove it or name another")
+        raise ConfigError("path", f"{path} is not a socket; remove it or choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(str(path))
@@ -274,7 +274,7 @@ def _remove_stale(path: Path) -> None:
             raise AddressTaken("path", f"{path} is in use by another process")
 
 
-def _receiver(bound: socket.socket, path: str, *, credentials: bool) -> Receive:
+def _make_receiver(bound: socket.socket, path: str, *, credentials: bool) -> Receive:
     # No room for ancillary data: we would have to close open files that a sender attaches.
     room = _ANCILLARY if credentials else 0
 

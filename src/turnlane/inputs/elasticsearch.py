@@ -1,11 +1,16 @@
-"""The input ``elasticsearch``: as much of its API as shippers and bulk helpers need."""
+"""The input ``elasticsearch``: the part of its API that shippers and bulk helpers need.
+
+The bulk format is lines in pairs: an action such as ``{"index": {"_id": "1"}}``, then its document.
+"""
 
 from __future__ import annotations
 
 import base64
+import json
 import time
+import uuid
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -15,16 +20,103 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from turnlane.errors import EventTooLarge, QueueFull
-from turnlane.events import Block, build_values
-from turnlane.formats.http_bodies import Item, item_of, items_of
-from turnlane.formats.lines import block_of_values, headers_of
+from turnlane.events import build_values
+from turnlane.formats.lines import build_event_block, build_headers
 from turnlane.inputs.api import InputSettings
-from turnlane.inputs.http import WebInput, WebInputSettings, source_of
+from turnlane.inputs.http import WebInput, WebInputSettings, get_source
 from turnlane.serving.auth import parse_bearer
 from turnlane.serving.http_body import build_problem
 
-# ── elasticsearch_answers ──
-# The answers of Elasticsearch, as clients of the input ``elasticsearch`` expect them.
+# ── the bulk format ──────────────────────────────────────────────────────────────────────────────
+
+_WITH_DOCUMENT: Final = frozenset({"index", "create", "update"})
+_WITH_ID: Final = frozenset({"update", "delete"})
+_ACTIONS: Final = _WITH_DOCUMENT | _WITH_ID
+
+# Bytes, as in Elasticsearch.
+_MAX_ID_BYTES: Final = 512
+_MAX_INDEX_BYTES: Final = 255
+
+
+class BulkItem(NamedTuple):
+    """One action of a bulk request, with its document."""
+
+    action: str
+    target: str
+    """The index."""
+    id: str
+    document: bytes
+    """The document as written; empty for a ``delete``."""
+    problem: str | None = None
+    """Why the item cannot be accepted."""
+
+
+def parse_bulk(body: bytes, index: str | None = None) -> list[BulkItem]:
+    """Return the items of a bulk request; ``index`` is used for items without one.
+
+    Raises ``ValueError`` if a line is not an action: then the following lines have no meaning.
+    """
+    items: list[BulkItem] = []
+    lines = iter(enumerate(body.split(b"\n"), start=1))
+    for number, line in lines:
+        if not line or line.isspace():
+            continue
+        try:
+            action, own_index, key = _parse_action(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number} is not an action: {error}") from None
+        target = own_index or index
+        if target is None:
+            raise ValueError(f"line {number} names no index, and neither does the path")
+        document = next(lines, (0, b""))[1].strip() if action in _WITH_DOCUMENT else b""
+        items.append(_build_item(action, target, key, document))
+    return items
+
+
+def _parse_action(line: bytes) -> tuple[str, str | None, str | None]:
+    """Return the action, its index and its document id."""
+    content = json.loads(line)
+    if not isinstance(content, dict) or len(content) != 1:
+        raise ValueError('it has to be an object such as {"index": {"_id": "1"}}')
+    [(action, fields)] = content.items()
+    if action not in _ACTIONS or not isinstance(fields, dict):
+        raise ValueError(f"{action!r} is none of {', '.join(sorted(_ACTIONS))}")
+    key = _get_text(fields, "_id")
+    if key is None and action in _WITH_ID:
+        raise ValueError(f"{action} needs an _id")
+    return action, _get_text(fields, "_index"), key
+
+
+def _get_text(fields: dict[str, Any], name: str) -> str | None:
+    value = fields.get(name)
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str | int):
+        raise ValueError(f"{name} has to be text")  # noqa: TRY004 - about the line, as the others
+    text = str(value)
+    text.encode()  # raises for a lone surrogate, which a queue cannot store
+    return text
+
+
+def _build_item(action: str, index: str, key: str | None, document: bytes) -> BulkItem:
+    """Return an item, with a new id if it has none, and with its problem if it has one."""
+    name = key or uuid.uuid4().hex
+    problem: str | None = None
+    for field, text, most in (("_index", index, _MAX_INDEX_BYTES), ("_id", name, _MAX_ID_BYTES)):
+        if len(text.encode()) > most:
+            problem = f"{field} has {len(text.encode())} bytes; {most} are allowed"
+    if problem is None and action != "delete":
+        try:
+            if not isinstance(json.loads(document), dict):
+                problem = "the document is not a JSON object"
+        except RecursionError:
+            problem = "the document is nested too deeply"
+        except ValueError as error:
+            problem = f"the document is not JSON: {error}"
+    return BulkItem(action, index, name, document, problem)
+
+
+# ── answers, as the clients of Elasticsearch expect them ─────────────────────────────────────────
 
 _RESULTS: Final = {
     "index": ("created", 201),
@@ -32,8 +124,7 @@ _RESULTS: Final = {
     "update": ("updated", 200),
     "delete": ("deleted", 200),
 }
-_SHARDS: Final = {"total": 1, "successful": 1, "failed": 0}
-_TYPES: Final = {
+_ERROR_TYPES: Final = {
     400: "document_parsing_exception",
     401: "security_exception",
     403: "security_exception",
@@ -42,74 +133,44 @@ _TYPES: Final = {
     429: "es_rejected_execution_exception",
     503: "unavailable_shards_exception",
 }
-
-LICENSE: Final[dict[str, Any]] = {
+_LICENSE: Final[dict[str, Any]] = {
     "license": {"status": "active", "type": "basic", "mode": "basic", "uid": "turnlane"},
     "features": {"ilm": {"available": False, "enabled": False}},
     "tagline": "You know, for X",
 }
 
 
-def done(item: Item) -> int:
-    """The status of an item that was taken."""
-    return _RESULTS[item.action][1]
-
-
-def result(item: Item, status: int, why: str = "") -> dict[str, Any]:
-    """What became of one item."""
-    place = {"_index": item.target, "_id": item.id}
+def _build_result(item: BulkItem, status: int, why: str = "") -> dict[str, Any]:
+    result: dict[str, Any] = {"_index": item.target, "_id": item.id}
     if status >= 400:
-        return {**place, "status": status, "error": _error(status, why)}
-    became, _ = _RESULTS[item.action]
-    return {**place, "_version": 1, "result": became, "_shards": _SHARDS, "status": status}
+        return {**result, "status": status, "error": _build_error(status, why)}
+    shards = {"total": 1, "successful": 1, "failed": 0}
+    outcome, _ = _RESULTS[item.action]
+    return {**result, "_version": 1, "result": outcome, "_shards": shards, "status": status}
 
 
-def failure(status: int, why: str) -> dict[str, Any]:
-    """The answer to a request that failed as a whole."""
-    error = _error(status, why)
+def _build_failure(status: int, why: str) -> dict[str, Any]:
+    """Return the answer to a request that failed as a whole."""
+    error = _build_error(status, why)
     return {"error": {"root_cause": [error], **error}, "status": status}
 
 
-def _error(status: int, why: str) -> dict[str, str]:
-    return {"type": _TYPES.get(status, "illegal_argument_exception"), "reason": why}
+def _build_error(status: int, why: str) -> dict[str, str]:
+    return {"type": _ERROR_TYPES.get(status, "illegal_argument_exception"), "reason": why}
 
 
-def reason_of(error: Exception) -> str:
-    """An error in words."""
-    return str(error.detail) if isinstance(error, HTTPException) else str(error)
+def _reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:  # noqa: ANN401
+    # Elastic's clients refuse a server without this header.
+    return JSONResponse(content, status, {**(headers or {}), "x-elastic-product": "Elasticsearch"})
 
 
-def info(name: str, version: str) -> dict[str, Any]:
-    """Who is asked, and what it says it is."""
-    return {
-        "name": name,
-        "cluster_name": "turnlane",
-        "cluster_uuid": "turnlane",
-        "version": {
-            "number": version,
-            "build_flavor": "default",
-            "build_type": "turnlane",
-            "build_hash": "unknown",
-            "build_date": "2026-01-01T00:00:00.000Z",
-            "build_snapshot": False,
-            "lucene_version": "10.0.0",
-            "minimum_wire_compatibility_version": "7.17.0",
-            "minimum_index_compatibility_version": "7.0.0",
-        },
-        "tagline": "You Know, for Search",
-    }
-
-
-def health(name: str) -> dict[str, Any]:
-    """Healthy as long as the input answers."""
-    return {"cluster_name": name, "status": "green", "timed_out": False, "number_of_nodes": 1}
-
+# ── the input ────────────────────────────────────────────────────────────────────────────────────
 
 INDEX_HEADER: Final = "index"
 ACTION_HEADER: Final = "action"
 
-# What shippers set up before they send: taken note of, kept nowhere.
-_SETUP: Final = (
+# Resources that shippers set up before they send: accepted, not stored.
+_SETUP_PATHS: Final = (
     "/_index_template/{name}",
     "/_template/{name}",
     "/_component_template/{name}",
@@ -137,147 +198,161 @@ class ElasticsearchInput(WebInput):
     settings_type: ClassVar[type[InputSettings]] = ElasticsearchSettings
     settings: ElasticsearchSettings
 
-    def routes(self) -> Sequence[BaseRoute]:
+    def build_routes(self) -> Sequence[BaseRoute]:
         write = ["POST", "PUT"]
         return [
-            Route("/", self._info),
-            Route("/_bulk", self._bulk, methods=write),
-            Route("/_license", self._license),
-            Route("/_xpack", self._license),
-            Route("/_cluster/health", self._health),
-            Route("/{index}/_bulk", self._bulk, methods=write),
-            Route("/{index}/_doc", self._document, methods=["POST"]),
-            Route("/{index}/_doc/{id:path}", self._document, methods=write),
-            Route("/{index}/_create/{id:path}", self._document, methods=write),
-            *(Route(path, self._setup, methods=["GET", "PUT"]) for path in _SETUP),
+            Route("/", self._answer_info),
+            Route("/_bulk", self._handle_bulk, methods=write),
+            Route("/_license", self._answer_license),
+            Route("/_xpack", self._answer_license),
+            Route("/_cluster/health", self._answer_health),
+            Route("/{index}/_bulk", self._handle_bulk, methods=write),
+            Route("/{index}/_doc", self._handle_document, methods=["POST"]),
+            Route("/{index}/_doc/{id:path}", self._handle_document, methods=write),
+            Route("/{index}/_create/{id:path}", self._handle_document, methods=write),
+            *(Route(path, self._handle_setup, methods=["GET", "PUT"]) for path in _SETUP_PATHS),
         ]
 
-    def token_of(self, request: Request) -> str | None:
-        return secret_of(request.headers.get("authorization", ""))
+    def get_token(self, request: Request) -> str | None:
+        return parse_secret(request.headers.get("authorization", ""))
 
-    def refusal(self, _request: Request, error: Exception) -> Response:
-        plain = build_problem(error)
-        kept = ("retry-after", "www-authenticate", "connection", "allow")
-        headers = {name: plain.headers[name] for name in kept if name in plain.headers}
-        status = plain.status_code
-        return _reply(failure(status, reason_of(error)), status, headers)
+    def build_refusal(self, _request: Request, error: Exception) -> Response:
+        problem = build_problem(error)
+        names = ("retry-after", "www-authenticate", "connection", "allow")
+        headers = {name: problem.headers[name] for name in names if name in problem.headers}
+        reason = str(error.detail) if isinstance(error, HTTPException) else str(error)
+        return _reply(_build_failure(problem.status_code, reason), problem.status_code, headers)
 
     # ── documents ───────────────────────────────────────────────────────────────────────────────
 
-    async def _bulk(self, request: Request) -> Response:
-        begun = time.monotonic()
+    async def _handle_bulk(self, request: Request) -> Response:
+        started = time.monotonic()
         self.authorize(request, self.settings.queue)
-        body = await self.body_of(request)
+        body = await self.read_body(request)
         index = request.path_params.get("index")
-        results = await self.in_time(
-            self.settings.queue, self._take_all, body, index, source_of(request)
+        results = await self.run_in_time(
+            self.settings.queue, self._publish_bulk, body, index, get_source(request)
         )
-        took = round((time.monotonic() - begun) * 1000)
-        return _reply({"took": took, "errors": any(map(_failed, results)), "items": results})
+        took = round((time.monotonic() - started) * 1000)
+        has_errors = any("error" in each for result in results for each in result.values())
+        return _reply({"took": took, "errors": has_errors, "items": results})
 
-    def _take_all(
+    def _publish_bulk(
         self, body: bytes, index: str | None, source: str | None, deadline: float
-    ) -> list[Any]:
-        items = items_of(body, index)
+    ) -> list[dict[str, Any]]:
+        items = parse_bulk(body, index)
         if not items:
             raise ValueError("the bulk request is empty")
         statuses = self._publish(items, source, deadline)
         if set(statuses) == {429}:
-            # Said of the request as a whole, as Elasticsearch does: then clients send it again by
-            # themselves, which some do not if it is only said of each item.
-            raise QueueFull(self._why(items[0], 429))
+            # Refuse the whole request, as Elasticsearch does: then all clients send it again by
+            # themselves. Some do not if only the items are refused.
+            raise QueueFull(self._explain(items[0], 429))
         self.count(refused=int(429 in statuses))
         return [
-            {item.action: result(item, status, self._why(item, status))}
+            {item.action: _build_result(item, status, self._explain(item, status))}
             for item, status in zip(items, statuses, strict=True)
         ]
 
-    def _publish(self, items: Sequence[Item], source: str | None, deadline: float) -> list[int]:
-        """Publish the items that can be; each one's status."""
-        statuses = np.array([400 if item.problem else done(item) for item in items])
+    def _publish(self, items: Sequence[BulkItem], source: str | None, deadline: float) -> list[int]:
+        """Publish the items without a problem; return the status of each item."""
+        statuses = np.array([400 if item.problem else _RESULTS[item.action][1] for item in items])
         good = np.flatnonzero(statuses < 400)
         if len(good):
-            block = _block([items[at] for at in good.tolist()], source)
-            taken = self.publisher.publish_fitting(self.settings.queue, block, deadline)
-            statuses[good[taken.too_large]] = 413
-            statuses[good[taken.full]] = 429
-            self.count(events=taken.inside)
+            chosen = [items[at] for at in good.tolist()]
+            indexes, actions = [item.target for item in chosen], [item.action for item in chosen]
+            block = build_event_block(
+                build_values([item.document for item in chosen]),
+                keys=[item.id for item in chosen],
+                headers=build_headers((INDEX_HEADER, ACTION_HEADER), indexes, actions),
+                source=source,
+            )
+            result = self.publisher.publish_fitting(self.settings.queue, block, deadline)
+            statuses[good[result.too_large]] = 413
+            statuses[good[result.without_room]] = 429
+            self.count(events=result.accepted)
         self.count(invalid=int(np.isin(statuses, (400, 413)).any()))
         found: list[int] = statuses.tolist()
         return found
 
-    def _why(self, item: Item, status: int) -> str:
+    def _explain(self, item: BulkItem, status: int) -> str:
         if status == 413:
-            return self.publisher.limit(self.settings.queue)
+            return self.publisher.describe_limit(self.settings.queue)
         return item.problem or f"queue {self.settings.queue!r} is full"
 
-    async def _document(self, request: Request) -> Response:
+    async def _handle_document(self, request: Request) -> Response:
         self.authorize(request, self.settings.queue)
         index, key = request.path_params["index"], request.path_params.get("id")
-        creates = str(request.scope["path"]).startswith(f"/{index}/_create/")
-        body = await self.body_of(request)
-        item = item_of("create" if creates else "index", index, key, body.strip())
-        [status] = await self.in_time(
-            self.settings.queue, self._publish, [item], source_of(request)
+        is_create = str(request.scope["path"]).startswith(f"/{index}/_create/")
+        body = await self.read_body(request)
+        item = _build_item("create" if is_create else "index", index, key, body.strip())
+        [status] = await self.run_in_time(
+            self.settings.queue, self._publish, [item], get_source(request)
         )
         if status == 429:
-            raise QueueFull(self._why(item, status))
+            raise QueueFull(self._explain(item, status))
         if status == 413:
-            raise EventTooLarge(self._why(item, status))
+            raise EventTooLarge(self._explain(item, status))
         if status == 400:
-            return _reply(failure(400, self._why(item, status)), 400)
-        return _reply(result(item, status), status)
+            return _reply(_build_failure(400, self._explain(item, status)), 400)
+        return _reply(_build_result(item, status), status)
 
-    # ── greetings ───────────────────────────────────────────────────────────────────────────────
+    # ── requests that shippers send before documents ────────────────────────────────────────────
 
-    async def _info(self, request: Request) -> Response:
+    async def _answer_info(self, request: Request) -> Response:
         self.authorize(request, self.settings.queue)
-        return _reply(info(self.settings.label, self.settings.version))
+        version = {
+            "number": self.settings.version,
+            "build_flavor": "default",
+            "build_type": "turnlane",
+            "build_hash": "unknown",
+            "build_date": "2026-01-01T00:00:00.000Z",
+            "build_snapshot": False,
+            "lucene_version": "10.0.0",
+            "minimum_wire_compatibility_version": "7.17.0",
+            "minimum_index_compatibility_version": "7.0.0",
+        }
+        return _reply(
+            {
+                "name": self.settings.label,
+                "cluster_name": "turnlane",
+                "cluster_uuid": "turnlane",
+                "version": version,
+                "tagline": "You Know, for Search",
+            }
+        )
 
-    async def _license(self, request: Request) -> Response:
+    async def _answer_license(self, request: Request) -> Response:
         self.authorize(request, self.settings.queue)
-        return _reply(LICENSE)
+        return _reply(_LICENSE)
 
-    async def _health(self, request: Request) -> Response:
+    async def _answer_health(self, request: Request) -> Response:
         self.authorize(request, self.settings.queue)
-        return _reply(health(self.settings.label))
+        name = self.settings.label
+        return _reply(
+            {"cluster_name": name, "status": "green", "timed_out": False, "number_of_nodes": 1}
+        )
 
-    async def _setup(self, request: Request) -> Response:
-        """Nothing is ever there, and everything may be made: shippers are content with that."""
+    async def _handle_setup(self, request: Request) -> Response:
+        """Answer that nothing exists and that everything may be created: shippers accept that."""
         self.authorize(request, self.settings.queue)
         name = request.path_params["name"]
         is_index = request.scope["path"] == f"/{name}"
         if request.method != "PUT" or (is_index and name.startswith("_")):
-            return _reply(failure(404, f"there is no {name}"), 404)
-        await self.body_of(request)
+            return _reply(_build_failure(404, f"there is no {name}"), 404)
+        await self.read_body(request)
         return _reply({"acknowledged": True, "shards_acknowledged": True, "index": name})
 
 
-def _block(items: Sequence[Item], source: str | None) -> Block:
-    names = (INDEX_HEADER, ACTION_HEADER)
-    headers = headers_of(names, [item.target for item in items], [item.action for item in items])
-    values = build_values([item.source for item in items])
-    return block_of_values(values, keys=[item.id for item in items], headers=headers, source=source)
-
-
-def _failed(result: dict[str, Any]) -> bool:
-    return any("error" in outcome for outcome in result.values())
-
-
-def _reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:  # noqa: ANN401
-    # Elastic's clients refuse a server without this header.
-    return JSONResponse(content, status, {**(headers or {}), "x-elastic-product": "Elasticsearch"})
-
-
-def secret_of(header: str) -> str | None:
-    """The token, shown as a bearer, as an API key (alone or in ``id:key``) or as a password."""
-    kind, _, shown = header.strip().partition(" ")
+def parse_secret(header: str) -> str | None:
+    """Return the token of a header: a bearer, an API key (alone or in ``id:key``) or a password."""
+    kind, _, content = header.strip().partition(" ")
     if kind.lower() not in ("apikey", "basic"):
         return parse_bearer(header)
     try:
-        name, colon, secret = base64.b64decode(shown, validate=True).decode().partition(":")
+        name, colon, secret = base64.b64decode(content, validate=True).decode().partition(":")
     except ValueError:
-        name, colon, secret = shown, "", ""
+        name, colon, secret = content, "", ""
     if colon:
         return secret
-    return shown if kind.lower() == "apikey" else name or None
+    return content if kind.lower() == "apikey" else name or None

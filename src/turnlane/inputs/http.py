@@ -1,4 +1,4 @@
-"""The input ``http``: every posted body, on any path, becomes events."""
+"""Inputs that are web servers, and the input ``http``: every posted body becomes events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
-import pyarrow as pa
 from pydantic import Field, field_validator
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -19,36 +18,33 @@ from starlette.routing import BaseRoute, Route
 
 from turnlane.errors import RetryLater
 from turnlane.events import Event, build_values
-from turnlane.formats.http_bodies import json_values, lines
-from turnlane.formats.lines import block_of_values
+from turnlane.formats.lines import build_event_block, split_body_lines, split_json_array
 from turnlane.inputs.api import Counters, Host, Input, InputSettings
-from turnlane.inputs.publishers import THREADS, AnsweringPublisher, AnsweringSettings
+from turnlane.inputs.publishers import THREADS, RequestPublisher, RequestSettings
 from turnlane.serving.address import normalize_host
 from turnlane.serving.auth import Authority, Right, parse_bearer
 from turnlane.serving.http_body import PROBLEM_HANDLERS, build_problem, get_status, read_body
-from turnlane.serving.http_server import WebServer, WebSettings
-from turnlane.serving.threads import ThreadLimiterByQueue
-
-# ── web ──
-# What inputs that are web servers have in common: settings, tokens, threads, counting.
+from turnlane.serving.http_server import ThreadLimiterByQueue, WebServer, WebSettings
 
 Result = TypeVar("Result")
 
 
-class WebInputSettings(AnsweringSettings, WebSettings):
+class WebInputSettings(RequestSettings, WebSettings):
     """The settings of an input that is a web server."""
 
 
 class WebInput(Input):
-    """An input that is a web server. One of its own adds routes, and how it refuses."""
+    """An input that is a web server. Subclasses add routes and the form of refusals."""
 
     settings_type: ClassVar[type[InputSettings]] = WebInputSettings
     settings: WebInputSettings
 
     def __init__(self, settings: WebInputSettings, host: Host) -> None:
-        self._server = WebServer(self._app(), settings, settings.label)
+        handlers = dict.fromkeys(PROBLEM_HANDLERS, self._refuse)
+        app = Starlette(routes=self.build_routes(), exception_handlers=handlers)
+        self._server = WebServer(app, settings, settings.label)
         super().__init__(settings, host)
-        self.publisher = AnsweringPublisher(host, settings)
+        self.publisher = RequestPublisher(host, settings)
         self._threads = ThreadLimiterByQueue(THREADS)
         self._authority = Authority(settings.tokens)
 
@@ -63,18 +59,16 @@ class WebInput(Input):
         self._counters = counters
 
     @abc.abstractmethod
-    def routes(self) -> Sequence[BaseRoute]:
-        """The paths that it answers."""
+    def build_routes(self) -> Sequence[BaseRoute]:
+        """Return the routes that it answers."""
 
-    def queues(self) -> Iterable[tuple[str, str]]:
-        """The queues that it publishes to, each after the knob that names it."""
+    def list_queues(self) -> Iterable[tuple[str, str]]:
+        """Return the queues that it publishes to, each with the setting that names it."""
         return [("queue", self.settings.queue)]
 
-    def refusal(self, _request: Request, error: Exception) -> Response:
-        """The answer to an error."""
+    def build_refusal(self, _request: Request, error: Exception) -> Response:
+        """Return the answer to an error."""
         return build_problem(error)
-
-    # ── life ────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def address(self) -> str:
@@ -82,8 +76,8 @@ class WebInput(Input):
 
     def start(self) -> None:
         self.settings.check_exposed()
-        for knob, name in self.queues():
-            self.publisher.check(knob, name)
+        for knob, name in self.list_queues():
+            self.publisher.check_queue(knob, name)
         self._server.start()
 
     def stop(self, timeout: float) -> None:
@@ -93,47 +87,40 @@ class WebInput(Input):
 
     def authorize(self, request: Request, queue: str) -> None:
         """Raise ``NotAllowed`` unless the request's token allows it to publish."""
-        self._authority.check(self.token_of(request), Right.PUBLISH, queue)
+        self._authority.check(self.get_token(request), Right.PUBLISH, queue)
 
-    def token_of(self, request: Request) -> str | None:
-        """The secret that the request shows."""
+    def get_token(self, request: Request) -> str | None:
+        """Return the token that the request shows."""
         return parse_bearer(request.headers.get("authorization"))
 
-    async def in_time(
+    async def run_in_time(
         self, queue: str, call: Callable[..., Result], *args: Any, **kwargs: Any
     ) -> Result:
-        """Run a call that blocks on a thread for the queue, its deadline behind its arguments.
+        """Run a blocking call on a thread for the queue; the deadline is its last argument.
 
         The time spent waiting for a thread counts, so every request is answered in time under load.
         """
-        with _told_of_a_close():
+        with _refuse_when_closing():
             threads = self._threads.of(queue)
-            return await threads.run(call, *args, self.publisher.deadline(), **kwargs)
+            return await threads.run(call, *args, self.publisher.get_deadline(), **kwargs)
 
-    async def body_of(self, request: Request) -> bytes:
-        """The request's body, unpacked, within the limits."""
-        with _told_of_a_close():
+    async def read_body(self, request: Request) -> bytes:
+        """Return the decompressed body of the request, within the limits."""
+        with _refuse_when_closing():
             body = await read_body(request, self.settings)
         self.count(bytes=len(body))
         return body
 
-    def _app(self) -> Starlette:
-        handlers = dict.fromkeys(PROBLEM_HANDLERS, self._refuse)
-        return Starlette(routes=self.routes(), exception_handlers=handlers)
-
     async def _refuse(self, request: Request, error: Exception) -> Response:
-        if get_status(error) in (429, 503):
-            self.count(refused=1)
-        else:
-            self.count(invalid=1)
-        return self.refusal(request, error)
+        self.count(**{"refused" if get_status(error) in (429, 503) else "invalid": 1})
+        return self.build_refusal(request, error)
 
 
 @contextlib.contextmanager
-def _told_of_a_close() -> Iterator[None]:
-    """A server that cannot wait any longer cancels its requests: their senders are told.
+def _refuse_when_closing() -> Iterator[None]:
+    """Refuse a request that the closing server cancels, so that its sender sends it again.
 
-    Left to uvicorn they would get a 500, which makes some senders drop what they hold.
+    uvicorn would answer 500, and then some senders drop their events.
     """
     try:
         yield
@@ -141,13 +128,13 @@ def _told_of_a_close() -> Iterator[None]:
         raise RetryLater("the node is closing; send it again") from None
 
 
-def source_of(request: Request) -> str | None:
-    """Where the request came from."""
+def get_source(request: Request) -> str | None:
+    """Return the host that sent the request."""
     return None if request.client is None else normalize_host(request.client.host)
 
 
 PATH_HEADER: Final = "path"
-"""The header of an event that says where it was posted to."""
+"""The header of an event with the path of its request."""
 
 _LINES: Final = frozenset(
     {"application/x-ndjson", "application/ndjson", "application/jsonl", "application/x-jsonlines",
@@ -156,19 +143,19 @@ _LINES: Final = frozenset(
 
 
 class Split(enum.StrEnum):
-    """What becomes one event."""
+    """Which part of a body becomes one event."""
 
     AUTO = "auto"
-    """As the content type says: JSON lines and text by line, JSON by element, others whole."""
+    """By content type: each line of JSON lines or text, each element of JSON, others whole."""
     NONE = "none"
     """The body as it is."""
     LINES = "lines"
     """Each line that is not empty."""
     JSON = "json"
-    """Each element of a JSON array, or the one JSON value that is none."""
+    """Each element of a JSON array, or the one JSON value that is not an array."""
 
 
-class HttpSettings(WebInputSettings):
+class HttpInputSettings(WebInputSettings):
     """The settings of the input ``http``."""
 
     type: Literal["http"] = "http"
@@ -188,7 +175,7 @@ class HttpSettings(WebInputSettings):
 
     @field_validator("routes")
     @classmethod
-    def _paths(cls, routes: Mapping[str, str]) -> Mapping[str, str]:
+    def _check_paths(cls, routes: Mapping[str, str]) -> Mapping[str, str]:
         for pattern in routes:
             if not pattern.startswith(("/", "*")):
                 raise ValueError(f"{pattern!r} matches no path; write it as in /orders/*")
@@ -196,40 +183,39 @@ class HttpSettings(WebInputSettings):
 
     @field_validator("keep_headers")
     @classmethod
-    def _lower(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _lowercase(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name.lower() for name in names)
 
 
 class HttpInput(WebInput):
-    """Takes POST and PUT; answers once the events have come as far as ``ack`` says.
+    """Accepts POST and PUT; answers once the events have reached the level ``ack``.
 
-    A request is taken whole or not at all, unless it is larger than the whole queue: one that is
-    refused can be sent again as it was.
+    A request is accepted whole or not at all, unless it is larger than the whole queue, so a sender
+    can repeat a refused request as it was.
     """
 
-    settings_type: ClassVar[type[InputSettings]] = HttpSettings
-    settings: HttpSettings
+    settings_type: ClassVar[type[InputSettings]] = HttpInputSettings
+    settings: HttpInputSettings
 
-    def routes(self) -> Sequence[BaseRoute]:
-        return [Route("/{path:path}", self._take, methods=["POST", "PUT"])]
+    def build_routes(self) -> Sequence[BaseRoute]:
+        return [Route("/{path:path}", self._handle, methods=["POST", "PUT"])]
 
-    def queues(self) -> Iterable[tuple[str, str]]:
+    def list_queues(self) -> Iterable[tuple[str, str]]:
         routes = self.settings.routes.items()
-        return [*super().queues(), *((f"routes.{path}", queue) for path, queue in routes)]
+        return [*super().list_queues(), *((f"routes.{path}", queue) for path, queue in routes)]
 
-    def queue_of(self, path: str) -> str:
-        """The queue for events that are posted to this path."""
+    def _find_queue(self, path: str) -> str:
         for pattern, queue in self.settings.routes.items():
             if fnmatchcase(path, pattern):
                 return queue
         return self.settings.queue
 
-    async def _take(self, request: Request) -> Response:
+    async def _handle(self, request: Request) -> Response:
         path = str(request.scope["path"])
-        queue = self.queue_of(path)
+        queue = self._find_queue(path)
         self.authorize(request, queue)
-        body = await self.body_of(request)
-        events = await self.in_time(queue, self._publish, queue, path, request, body)
+        body = await self.read_body(request)
+        events = await self.run_in_time(queue, self._publish, queue, path, request, body)
         self.count(events=events)
         if self.settings.status == 204:
             return Response(status_code=204)
@@ -238,30 +224,22 @@ class HttpInput(WebInput):
     def _publish(
         self, queue: str, path: str, request: Request, body: bytes, deadline: float
     ) -> int:
-        values = self._cut(request.headers.get("content-type", ""))(body)
+        split = self.settings.split
+        if split is Split.AUTO:
+            split = choose_split(request.headers.get("content-type", ""))
+        splitters = {Split.LINES: split_body_lines, Split.JSON: split_json_array}
+        values = splitters[split](body) if split in splitters else build_values([body])
+        key, headers = self._get_key(request), self._build_headers(path, request)
+        source = get_source(request)
         if len(values) == 1:
-            event = Event(
-                values[0].as_py(),
-                self._key(request),
-                self._headers(path, request),
-                source=source_of(request),
-            )
+            event = Event(values[0].as_py(), key, headers, source=source)
             self.publisher.publish_one(queue, event, deadline)
             return 1
-        block = block_of_values(
-            values, keys=self._key(request), headers=self._headers(path, request),
-            source=source_of(request),
-        )  # fmt: skip
+        block = build_event_block(values, keys=key, headers=headers, source=source)
         self.publisher.publish(queue, block, deadline)
         return len(values)
 
-    def _cut(self, content_type: str) -> Callable[[bytes], pa.Array[Any]]:
-        split = self.settings.split
-        if split is Split.AUTO:
-            split = split_of(content_type)
-        return {Split.LINES: lines, Split.JSON: json_values}.get(split, _whole)
-
-    def _key(self, request: Request) -> str | None:
+    def _get_key(self, request: Request) -> str | None:
         key: str | None = None
         if self.settings.key_header is not None:
             key = request.headers.get(self.settings.key_header)
@@ -269,19 +247,15 @@ class HttpInput(WebInput):
             key = request.query_params.get(self.settings.key_query)
         return key
 
-    def _headers(self, path: str, request: Request) -> dict[str, str]:
+    def _build_headers(self, path: str, request: Request) -> dict[str, str]:
         kept = {name: request.headers.get(name) for name in self.settings.keep_headers}
         found = {name: text for name, text in kept.items() if text is not None}
         return {**found, PATH_HEADER: path}
 
 
-def split_of(content_type: str) -> Split:
-    """What a content type says about a body's events."""
+def choose_split(content_type: str) -> Split:
+    """Return how to split a body of this content type."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind in _LINES or kind.startswith("text/"):
         return Split.LINES
     return Split.JSON if kind == "application/json" or kind.endswith("+json") else Split.NONE
-
-
-def _whole(body: bytes) -> pa.Array[Any]:
-    return build_values([body])

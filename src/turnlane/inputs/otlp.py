@@ -1,4 +1,4 @@
-"""The input ``otlp``: logs, metrics and traces from OpenTelemetry's exporters, over HTTP."""
+"""OTLP export requests into a queue, and the input ``otlp``, which receives them over HTTP."""
 
 from __future__ import annotations
 
@@ -13,47 +13,44 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from turnlane.errors import QueueFull
-from turnlane.events import Block, get_values
+from turnlane.events import get_values
 from turnlane.formats.otlp import (
     JSON,
     PROTOBUF,
-    Grain,
     Signal,
-    answer,
-    block_of_request,
-    count,
+    SplitUnit,
+    build_request_block,
+    count_records,
     decode,
-    status,
+    encode_response,
+    encode_status,
 )
 from turnlane.inputs.api import InputSettings
-from turnlane.inputs.http import WebInput, WebInputSettings, source_of
-from turnlane.inputs.publishers import AnsweringPublisher, Mask
+from turnlane.inputs.http import WebInput, WebInputSettings, get_source
+from turnlane.inputs.publishers import RequestPublisher
 from turnlane.serving.http_body import build_problem
 
-# ── export ──
-# An OTLP export, taken: the same over HTTP and over gRPC.
 
-
-class Export(NamedTuple):
-    """What became of an export."""
+class ExportResult(NamedTuple):
+    """The result of an export request."""
 
     events: int
-    """Events taken."""
+    """Events in the queue."""
     rejected: int
-    """Log records, data points or spans that can never be taken: the sender must drop them."""
+    """Log records, data points or spans that never fit: the sender must drop them."""
     why: str
     """The reason, if any were rejected."""
 
 
-class Exports:
-    """Takes export requests into one queue."""
+class ExportPublisher:
+    """Publishes export requests into one queue, the same over HTTP and over gRPC."""
 
-    def __init__(self, publisher: AnsweringPublisher, queue: str, grain: Grain) -> None:
+    def __init__(self, publisher: RequestPublisher, queue: str, unit: SplitUnit) -> None:
         self._publisher = publisher
         self._queue = queue
-        self._grain = grain
+        self._unit = unit
 
-    def take(
+    def publish(
         self,
         signal: Signal,
         body: bytes,
@@ -61,30 +58,25 @@ class Exports:
         *,
         encoding: str = PROTOBUF,
         source: str | None = None,
-    ) -> Export:
-        """Publish what a request holds; blocks until that has come as far as the level asks.
+    ) -> ExportResult:
+        """Publish the records of a request; blocks until they have reached the ack level.
 
         Raises ``Malformed``, or one of the errors of a queue, after which the sender should send
         it all again.
         """
         request = decode(signal, body, encoding)
-        block = block_of_request(signal, request, source, self._grain)
+        block = build_request_block(signal, request, source, self._unit)
         if not block.num_rows:
-            return Export(0, 0, "")
-        taken = self._publisher.publish_fitting(self._queue, block, deadline)
-        if taken.full.any():
-            # Not a partial success: its sender would drop what could come in later.
+            return ExportResult(0, 0, "")
+        result = self._publisher.publish_fitting(self._queue, block, deadline)
+        if result.without_room.any():
+            # Not a partial success: the sender would drop records that fit later.
             raise QueueFull(f"queue {self._queue!r} is full")
-        if not taken.too_large.any():
-            return Export(block.num_rows, 0, "")
-        why = self._publisher.limit(self._queue)
-        return Export(taken.inside, _held_by(signal, block, taken.too_large), why)
-
-
-def _held_by(signal: Signal, block: Block, rows: Mask) -> int:
-    """What these events hold, as OTLP counts."""
-    values = get_values([block.filter(pa.array(rows))])
-    return sum(count(signal, decode(signal, value)) for value in values)
+        if not result.too_large.any():
+            return ExportResult(block.num_rows, 0, "")
+        values = get_values([block.filter(pa.array(result.too_large))])
+        rejected = sum(count_records(signal, decode(signal, value)) for value in values)
+        return ExportResult(result.accepted, rejected, self._publisher.describe_limit(self._queue))
 
 
 # google.rpc.Code by HTTP status, for requests that were not accepted.
@@ -96,54 +88,56 @@ class OtlpSettings(WebInputSettings):
     """The settings of the input ``otlp``."""
 
     type: Literal["otlp"] = "otlp"
-    split: Grain = Field(
-        Grain.RECORD, description="What becomes one event: a `record`, or the whole `request`."
+    split: SplitUnit = Field(
+        SplitUnit.RECORD, description="What becomes one event: a `record`, or the whole `request`."
     )
 
 
 class OtlpInput(WebInput):
-    """Answers in the encoding of the request, as the OTLP specification says."""
+    """Accepts exports over HTTP, and answers in the encoding of the request, as OTLP requires."""
 
     settings_type: ClassVar[type[InputSettings]] = OtlpSettings
     settings: OtlpSettings
 
-    def routes(self) -> Sequence[BaseRoute]:
+    def build_routes(self) -> Sequence[BaseRoute]:
         return [
-            Route(f"/v1/{signal}", self._take, methods=["POST"], name=signal) for signal in Signal
+            Route(f"/v1/{signal}", self._handle, methods=["POST"], name=signal) for signal in Signal
         ]
 
-    async def _take(self, request: Request) -> Response:
+    async def _handle(self, request: Request) -> Response:
         self.authorize(request, self.settings.queue)
         signal = Signal(request.scope["path"].rpartition("/")[2])
-        encoding = _encoding(request)
-        body = await self.body_of(request)
-        exports = Exports(self.publisher, self.settings.queue, self.settings.split)
-        done = await self.in_time(
+        encoding = _parse_encoding(request)
+        body = await self.read_body(request)
+        exports = ExportPublisher(self.publisher, self.settings.queue, self.settings.split)
+        result = await self.run_in_time(
             self.settings.queue,
-            exports.take,
+            exports.publish,
             signal,
             body,
             encoding=encoding,
-            source=source_of(request),
+            source=get_source(request),
         )
-        self.count(events=done.events, invalid=1 if done.rejected else 0)
-        content = answer(signal, encoding, rejected=done.rejected, why=done.why)
+        self.count(events=result.events, invalid=1 if result.rejected else 0)
+        content = encode_response(signal, encoding, rejected=result.rejected, why=result.why)
         return Response(content, media_type=encoding)
 
-    def refusal(self, request: Request, error: Exception) -> Response:
-        plain = build_problem(error)
+    def build_refusal(self, request: Request, error: Exception) -> Response:
+        problem = build_problem(error)
         encoding = JSON if JSON in request.headers.get("content-type", "") else PROTOBUF
         text = error.detail if isinstance(error, HTTPException) else str(error)
-        code = _CODES.get(plain.status_code, _UNKNOWN)
+        code = _CODES.get(problem.status_code, _UNKNOWN)
         headers = {
-            name: value for name, value in plain.headers.items() if not name.startswith("content-")
+            name: value
+            for name, value in problem.headers.items()
+            if not name.startswith("content-")
         }
-        content = status(code, text, encoding)
-        return Response(content, plain.status_code, headers, media_type=encoding)
+        content = encode_status(code, text, encoding)
+        return Response(content, problem.status_code, headers, media_type=encoding)
 
 
-def _encoding(request: Request) -> str:
+def _parse_encoding(request: Request) -> str:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in (PROTOBUF, JSON):
-        raise HTTPException(415, f"content-type {kind!r}; OTLP is {PROTOBUF} or {JSON}")
+        raise HTTPException(415, f"content-type {kind!r} is not OTLP; use {PROTOBUF} or {JSON}")
     return kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +13,20 @@ from typing import Any, ClassVar, Final, Literal, NoReturn
 from pydantic import Field
 
 from turnlane.errors import ConfigError, RetryLater
-from turnlane.formats.otlp import Grain, Signal, answer, retry_info, status
+from turnlane.formats.otlp import (
+    Signal,
+    SplitUnit,
+    encode_response,
+    encode_retry_info,
+    encode_status,
+)
 from turnlane.inputs.api import Host, Input, InputSettings
-from turnlane.inputs.otlp import Exports
-from turnlane.inputs.publishers import THREADS, AnsweringPublisher, AnsweringSettings
+from turnlane.inputs.otlp import ExportPublisher
+from turnlane.inputs.publishers import THREADS, RequestPublisher, RequestSettings
+from turnlane.runtime import Closeable, start_thread
 from turnlane.serving.address import ConnectionWatch, normalize_host
 from turnlane.serving.auth import Authority, Right, TlsSettings, parse_bearer
 from turnlane.serving.http_body import get_retry_after, get_status
-from turnlane.serving.threads import DeadlineTimer
 from turnlane.units import Duration, Size
 
 try:
@@ -44,21 +51,21 @@ _CODES: Final = {
     503: grpc.StatusCode.UNAVAILABLE,
 }
 
-_LONGEST_DETAILS: Final = 512
-"""Characters: details travel in a header."""
+_MAX_DETAILS: Final = 512
+"""Characters: details are sent in a header."""
 
-PATIENT: Final = THREADS // 2
-"""So many requests may take ``body_timeout`` to send their message at one time."""
-HURRIED_SECONDS: Final = 1.0
-"""How long other calls may take, so that silent clients cannot block all threads."""
+MAX_SLOW_REQUESTS: Final = THREADS // 2
+"""The most requests at a time that may use all of ``body_timeout`` to send their message."""
+SHORT_BODY_TIMEOUT: Final = 1.0
+"""Seconds for the messages of other requests, so that silent clients cannot block all threads."""
 
 
-class OtlpGrpcSettings(AnsweringSettings):
+class OtlpGrpcSettings(RequestSettings):
     """The settings of the input ``otlp_grpc``."""
 
     type: Literal["otlp_grpc"] = "otlp_grpc"
-    split: Grain = Field(
-        Grain.RECORD, description="What becomes one event: a `record`, or the whole `request`."
+    split: SplitUnit = Field(
+        SplitUnit.RECORD, description="What becomes one event: a `record`, or the whole `request`."
     )
     max_message_bytes: Size = Field(
         16 * 2**20, ge=1, le=2**31 - 1, description="The largest request, also once it is unpacked."
@@ -77,10 +84,10 @@ class OtlpGrpcSettings(AnsweringSettings):
         30.0, gt=0, description="How long a request's message may take to come."
     )
 
-    def options(self) -> list[tuple[str, int]]:
-        """The settings in gRPC's words."""
+    def build_options(self) -> list[tuple[str, int]]:
+        """Return the settings as gRPC's options."""
         return [
-            ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a twin
+            ("grpc.so_reuseport", 0),  # a second server on the same port is an error
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.absolute_max_metadata_size", self.max_header_bytes),
             ("grpc.max_metadata_size", self.max_header_bytes),
@@ -89,22 +96,78 @@ class OtlpGrpcSettings(AnsweringSettings):
         ]
 
 
+class DeadlineTimer(Closeable):
+    """Ends blocks that take longer than ``seconds``. Safe to use from any thread.
+
+    One thread with the given name serves all blocks until the timer is closed.
+    """
+
+    def __init__(self, seconds: float, name: str) -> None:
+        self._seconds = seconds
+        self._changed = threading.Condition()
+        self._waiting: dict[object, tuple[float, Callable[[], object]]] = {}
+        """The deadline and the callback of each block, in the order of the deadlines, which is the
+        order of the starts."""
+        self._closed = False
+        self._thread = start_thread(name, self._run)
+
+    @contextlib.contextmanager
+    def limit(self, call_off: Callable[[], object]) -> Iterator[None]:
+        """Call ``call_off`` on the thread of the timer if the block takes too long."""
+        ticket = object()
+        with self._changed:
+            self._waiting[ticket] = time.monotonic() + self._seconds, call_off
+            self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting.pop(ticket, None)
+
+    def close(self) -> None:
+        """Stop the thread. Running blocks have no deadline any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (call_off := self._wait_for_late_block()) is not None:
+            call_off()
+
+    def _wait_for_late_block(self) -> Callable[[], object] | None:
+        """Wait until a block is late and return its callback; ``None`` once closed."""
+        with self._changed:
+            while not self._closed:
+                ticket = next(iter(self._waiting), None)
+                if ticket is None:
+                    self._changed.wait()
+                    continue
+                due, call_off = self._waiting[ticket]
+                left = due - time.monotonic()
+                if left <= 0:
+                    del self._waiting[ticket]
+                    return call_off
+                self._changed.wait(left)
+            return None
+
+
 class OtlpGrpcInput(Input):
-    """Refuses with ``RetryInfo``, so that exporters send the records again later."""
+    """Accepts exports over gRPC; refuses with ``RetryInfo``, so exporters send them again later."""
 
     settings_type: ClassVar[type[InputSettings]] = OtlpGrpcSettings
     settings: OtlpGrpcSettings
 
     def __init__(self, settings: OtlpGrpcSettings, host: Host) -> None:
         super().__init__(settings, host)
-        self._publisher = AnsweringPublisher(host, settings)
-        self._exports = Exports(self._publisher, settings.queue, settings.split)
+        self._publisher = RequestPublisher(host, settings)
+        self._exports = ExportPublisher(self._publisher, settings.queue, settings.split)
         self._authority = Authority(settings.tokens)
         self._address = settings.listen
         self._workers: ThreadPoolExecutor | None = None
-        self._patient = threading.BoundedSemaphore(PATIENT)
-        self._deadlines: DeadlineTimer | None = None
-        self._hurried: DeadlineTimer | None = None
+        self._slow_requests = threading.BoundedSemaphore(MAX_SLOW_REQUESTS)
+        self._long_timer: DeadlineTimer | None = None
+        self._short_timer: DeadlineTimer | None = None
         self._watch: ConnectionWatch | None = None
         self._server: Any = None
 
@@ -114,20 +177,21 @@ class OtlpGrpcInput(Input):
 
     def start(self) -> None:
         self.settings.check_exposed()
-        self._publisher.check("queue", self.settings.queue)
+        self._publisher.check_queue("queue", self.settings.queue)
         if self.settings.listen.port:
-            self.settings.listen.listen().close()  # gRPC does not say so that a port is taken
-        # Threads take the requests in turn. A request is read when its turn comes, so those
-        # that wait cost no memory; refusing them here would make exporters drop what they hold.
+            self.settings.listen.listen().close()  # gRPC gives no reason if the port is in use
+        # Threads serve the requests in turn and read a request only then, so waiting requests cost
+        # no memory. If they were refused here, exporters would drop their records.
         seconds, name = self.settings.body_timeout, f"turnlane-{self.settings.label}-late"
-        self._deadlines = DeadlineTimer(seconds, name)
-        self._hurried = DeadlineTimer(min(seconds, HURRIED_SECONDS), name)
+        self._long_timer = DeadlineTimer(seconds, name)
+        self._short_timer = DeadlineTimer(min(seconds, SHORT_BODY_TIMEOUT), name)
         self._workers = ThreadPoolExecutor(THREADS, f"turnlane-{self.settings.label}")
-        self._server = grpc.server(self._workers, options=self.settings.options())
+        self._server = grpc.server(self._workers, options=self.settings.build_options())
         self._server.add_generic_rpc_handlers(
             [
                 grpc.method_handlers_generic_handler(
-                    service, {"Export": grpc.stream_unary_rpc_method_handler(self._export(signal))}
+                    service,
+                    {"Export": grpc.stream_unary_rpc_method_handler(self._make_handler(signal))},
                 )
                 for signal, service in _SERVICES.items()
             ]
@@ -140,34 +204,34 @@ class OtlpGrpcInput(Input):
         if self._server is not None and self._workers is not None:
             self._server.stop(timeout).wait(timeout + 5.0)
             self._workers.shutdown(wait=False)
-        for deadlines in filter(None, (self._deadlines, self._hurried)):
-            deadlines.close()
+        for timer in filter(None, (self._long_timer, self._short_timer)):
+            timer.close()
         if self._watch is not None:
             self._watch.close()
 
     def _bind(self) -> int:
-        place = str(self.settings.listen)
+        address = str(self.settings.listen)
         try:
             if self.settings.tls is None:
-                port: int = self._server.add_insecure_port(place)
+                port: int = self._server.add_insecure_port(address)
             else:
-                port = self._server.add_secure_port(place, _credentials(self.settings.tls))
+                port = self._server.add_secure_port(address, _build_credentials(self.settings.tls))
         except RuntimeError as error:
             self.stop(0.0)
-            raise ConfigError("listen", f"cannot listen on {place}: {error}") from None
+            raise ConfigError("listen", f"cannot listen on {address}: {error}") from None
         return port
 
-    def _export(self, signal: Signal) -> Callable[[Iterator[bytes], Any], bytes]:
-        """The handler of a signal.
+    def _make_handler(self, signal: Signal) -> Callable[[Iterator[bytes], Any], bytes]:
+        """Return the handler of a signal.
 
-        To gRPC it is one of streams, though one message comes: only so is it called before that,
-        and strangers are refused before they can keep a thread waiting.
+        It is a handler of streams although each stream has one message: gRPC calls it before that
+        message has arrived, so clients without a token cannot keep a thread waiting.
         """
 
         def export(messages: Iterator[bytes], context: Any) -> bytes:  # noqa: ANN401
             try:
-                self._authority.check(_token(context), Right.PUBLISH, self.settings.queue)
-                return self._take(signal, self._message(messages, context), context)
+                self._authority.check(_get_token(context), Right.PUBLISH, self.settings.queue)
+                return self._publish(signal, self._read_message(messages, context), context)
             except Exception as error:
                 if get_status(error) not in _CODES:
                     raise  # a bug: gRPC logs it and answers UNKNOWN
@@ -175,57 +239,57 @@ class OtlpGrpcInput(Input):
 
         return export
 
-    def _message(self, messages: Iterator[bytes], context: Any) -> bytes:  # noqa: ANN401
-        """The message of a request. The call is cancelled if the message does not come in time."""
-        with self._limited(context.cancel):
+    def _read_message(self, messages: Iterator[bytes], context: Any) -> bytes:  # noqa: ANN401
+        """Return the message of a request; cancel the call if it does not arrive in time."""
+        with self._limit_time(context.cancel):
             body = next(messages, None)
         if body is None:
             raise ValueError("the request has no message")
         return body
 
     @contextlib.contextmanager
-    def _limited(self, call_off: Callable[[], object]) -> Iterator[None]:
-        """Wait for a message no longer than may be while others do."""
-        assert self._deadlines is not None
-        assert self._hurried is not None
-        if not self._patient.acquire(blocking=False):
-            with self._hurried.limit(call_off):
+    def _limit_time(self, call_off: Callable[[], object]) -> Iterator[None]:
+        """Allow ``body_timeout``, or less while many requests are slow."""
+        assert self._long_timer is not None
+        assert self._short_timer is not None
+        if not self._slow_requests.acquire(blocking=False):
+            with self._short_timer.limit(call_off):
                 yield
             return
         try:
-            with self._deadlines.limit(call_off):
+            with self._long_timer.limit(call_off):
                 yield
         finally:
-            self._patient.release()
+            self._slow_requests.release()
 
-    def _take(self, signal: Signal, body: bytes, context: Any) -> bytes:  # noqa: ANN401
+    def _publish(self, signal: Signal, body: bytes, context: Any) -> bytes:  # noqa: ANN401
         self.count(bytes=len(body))
         if not context.is_active():
-            raise RetryLater("the exporter has stopped waiting")  # it will send this again
-        deadline = self._publisher.deadline()
-        done = self._exports.take(signal, body, deadline, source=_source(context.peer()))
-        self.count(events=done.events, invalid=1 if done.rejected else 0)
-        return answer(signal, rejected=done.rejected, why=done.why)
+            raise RetryLater("the exporter has stopped waiting")  # it sends this again
+        deadline = self._publisher.get_deadline()
+        source = parse_peer(context.peer())
+        result = self._exports.publish(signal, body, deadline, source=source)
+        self.count(events=result.events, invalid=1 if result.rejected else 0)
+        return encode_response(signal, rejected=result.rejected, why=result.why)
 
     def _refuse(self, context: Any, error: Exception) -> NoReturn:  # noqa: ANN401
         code = _CODES[get_status(error)]
-        message = str(error)[:_LONGEST_DETAILS]
-        details = b""
+        message = str(error)[:_MAX_DETAILS]
         later = code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
         self.count(**{"refused" if later else "invalid": 1})
         if later:
-            details = retry_info(get_retry_after(error))
-            found = status(code.value[0], message, details=details)
-            # The specification's place for it, and the one where the Python exporter looks.
+            details = encode_retry_info(get_retry_after(error))
+            full = encode_status(code.value[0], message, details=details)
+            # Where the specification puts it, and where the Python exporter looks.
             context.set_trailing_metadata(
-                (("grpc-status-details-bin", found), ("google.rpc.retryinfo-bin", details))
+                (("grpc-status-details-bin", full), ("google.rpc.retryinfo-bin", details))
             )
         context.abort(code, message)
         raise AssertionError  # abort has raised
 
 
-def _credentials(tls: TlsSettings) -> Any:  # noqa: ANN401
-    tls.context()  # gRPC would only say that it failed, not why
+def _build_credentials(tls: TlsSettings) -> Any:  # noqa: ANN401
+    tls.context()  # raises with the reason; gRPC gives none
     return grpc.ssl_server_credentials(
         [(tls.key.read_bytes(), tls.cert.read_bytes())],
         root_certificates=None if tls.client_ca is None else tls.client_ca.read_bytes(),
@@ -233,14 +297,14 @@ def _credentials(tls: TlsSettings) -> Any:  # noqa: ANN401
     )
 
 
-def _token(context: Any) -> str | None:  # noqa: ANN401
-    shown: dict[str, str] = dict(context.invocation_metadata())
-    return parse_bearer(shown.get("authorization"))
+def _get_token(context: Any) -> str | None:  # noqa: ANN401
+    metadata: dict[str, str] = dict(context.invocation_metadata())
+    return parse_bearer(metadata.get("authorization"))
 
 
-def _source(peer: str) -> str:
-    """``127.0.0.1`` from ``ipv4:127.0.0.1:51200``, ``::1`` from ``ipv6:%5B::1%5D:51200``."""
-    kind, _, place = urllib.parse.unquote(peer).partition(":")
+def parse_peer(peer: str) -> str:
+    """Return ``127.0.0.1`` from ``ipv4:127.0.0.1:51200``, ``::1`` from ``ipv6:%5B::1%5D:51200``."""
+    kind, _, address = urllib.parse.unquote(peer).partition(":")
     if kind not in ("ipv4", "ipv6"):
         return peer
-    return normalize_host(place.rpartition(":")[0].strip("[]"))
+    return normalize_host(address.rpartition(":")[0].strip("[]"))

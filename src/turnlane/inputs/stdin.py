@@ -1,12 +1,11 @@
 """Lines of the standard input: for ``some-program | turnlane serve …``, and for trying things out.
 
-The input ends at the end of the file; :attr:`StdinInput.finished` is set once everything before it
-has reached the ack level. A node that has nothing else to do ends then.
+The input ends at the end of the file; :attr:`StdinInput.finished` is set once all lines have
+reached the ack level. Then a node without other work ends, too.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import sys
@@ -17,15 +16,15 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from turnlane.errors import ConfigError
-from turnlane.formats.framing import Framing, find
+from turnlane.formats.framing import Framing, find_messages
 from turnlane.inputs.api import Host, Input, InputSettings
-from turnlane.inputs.publishers import OneWayPublisher
-from turnlane.inputs.stream_server import Gathering, no_severities
+from turnlane.inputs.publishers import FireAndForgetPublisher, ReceiveBuffer
+from turnlane.logs import get_logger
 from turnlane.queues.api import FlowControl
 from turnlane.runtime import start_thread
 from turnlane.units import Size
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 READ_BYTES = 1 << 20
 ACK_SECONDS = 1.0
@@ -58,15 +57,15 @@ class StdinInput(Input):
         self._file = file
         self._rest = b""
         self._inside = 0
-        self._publisher: OneWayPublisher | None = None
+        self._publisher: FireAndForgetPublisher | None = None
         self._stopping = threading.Event()
         self._waker, self._wake_end = os.pipe()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         if self._file is None:
-            self._file = _standard_input()
-        publisher = self._publisher = OneWayPublisher(self)
+            self._file = _get_standard_input()
+        publisher = self._publisher = FireAndForgetPublisher(self)
         publisher.check_fits(self.settings.max_line_bytes, "max_line_bytes")
         self._thread = start_thread(
             f"turnlane-{self.settings.label}", self._run, self._file, publisher
@@ -77,7 +76,7 @@ class StdinInput(Input):
             return
         deadline = time.monotonic() + timeout
         if self._publisher is not None:
-            self._publisher.close(deadline)
+            self._publisher.set_deadline(deadline)
         self._stopping.set()
         os.write(self._wake_end, b".")
         if self._thread is not None:
@@ -88,57 +87,59 @@ class StdinInput(Input):
         os.close(self._wake_end)
         self._wake_end = -1
 
-    def _run(self, file: int, publisher: OneWayPublisher) -> None:
+    def _run(self, file: int, publisher: FireAndForgetPublisher) -> None:
         try:
             self._read(file, publisher)
         except Exception:
-            log.exception("input %s cannot go on", self.settings.label)
+            log.exception("input.reader_failed", input=self.settings.label)
         else:
-            if not publisher.failed:
+            if not publisher.has_failed:
                 self.finished.set()
 
-    def _read(self, file: int, publisher: OneWayPublisher) -> None:
-        gathering = Gathering(READ_BYTES + 2 * self.settings.max_line_bytes, no_severities)
+    def _read(self, file: int, publisher: FireAndForgetPublisher) -> None:
+        buffer = ReceiveBuffer(READ_BYTES + 2 * self.settings.max_line_bytes)
         ended = False
-        while not ended and not publisher.failed:
-            ended = not self._await(file)
-            space = gathering.space(self._rest)
+        while not ended and not publisher.has_failed:
+            ended = not self._wait_for_data(file)
+            space = buffer.get_space(self._rest)
             kept = len(self._rest)
             try:
                 count = 0 if ended else os.readv(file, [space[kept : kept + READ_BYTES]])
             except BlockingIOError:
-                continue  # another process reads it, too
+                continue  # another process reads the same input
             except OSError as error:
-                log.warning("input %s ends early: %s", self.settings.label, error)
+                log.warning("stdin.read_failed", input=self.settings.label, error=error)
                 count = 0
             ended = not count
-            self._find(gathering, space[: kept + count], count, last=ended)
-            block = gathering.block()
+            self._find_lines(buffer, space[: kept + count], count, last=ended)
+            block = buffer.take_block()
             if block is not None:
                 publisher.publish(block)
-        while not self._stopping.is_set() and not publisher.failed:
+        while not self._stopping.is_set() and not publisher.has_failed:
             if publisher.flush(ACK_SECONDS):
                 return
 
-    def _await(self, file: int) -> bool:
+    def _wait_for_data(self, file: int) -> bool:
         """Wait for something to read; false if the input has to stop first."""
-        poll = select.poll()  # which, unlike epoll, takes files too
+        poll = select.poll()  # unlike epoll, it also accepts regular files
         poll.register(file, select.POLLIN)
         poll.register(self._waker, select.POLLIN)
         poll.poll()
         return not self._stopping.is_set()
 
-    def _find(self, gathering: Gathering, buffer: memoryview, count: int, *, last: bool) -> None:
+    def _find_lines(
+        self, buffer: ReceiveBuffer, data: memoryview, count: int, *, last: bool
+    ) -> None:
         longest = self.settings.max_line_bytes
-        found = find(buffer, longest, Framing.NEWLINE, inside=self._inside, last=last)
-        self._rest = bytes(buffer[found.used :])
+        found = find_messages(data, longest, Framing.NEWLINE, inside=self._inside, last=last)
+        self._rest = bytes(data[found.used :])
         self._inside = found.inside
-        gathering.take(found.starts, found.ends, found.used, "stdin")
+        buffer.add(found.starts, found.ends, found.used, "stdin")
         self.count(bytes=count, invalid=found.oversize)
 
 
-def _standard_input() -> int:
+def _get_standard_input() -> int:
     try:
         return sys.stdin.fileno()
-    except (AttributeError, OSError, ValueError):  # none, not a real one, closed
+    except (AttributeError, OSError, ValueError):  # missing, not a file, closed
         raise ConfigError("type", "stdin: this process has no standard input") from None

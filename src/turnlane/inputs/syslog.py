@@ -1,7 +1,7 @@
-"""Syslog over UDP, TCP and TLS: stored as it came, with its sender, arrival and severity.
+"""Syslog over UDP, TCP and TLS: messages are stored as they come, with source, time and severity.
 
-The sender is told nothing: the protocol has no words for it. Over TCP and TLS it is made to wait
-while the queue has no room; over UDP messages are dropped then, and counted.
+The protocol has no answers for senders. While the queue has no room, senders over TCP and TLS wait;
+messages over UDP are dropped and counted.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from turnlane.formats.syslog import Framing
+from turnlane.formats.framing import Framing
 from turnlane.inputs.api import Host, Input, InputSettings
-from turnlane.inputs.datagrams import Datagram, DatagramReader, Receive, widen
-from turnlane.inputs.publishers import OneWayPublisher
-from turnlane.inputs.stream_server import Listener, StreamLimits, StreamReader
+from turnlane.inputs.datagrams import Datagram, DatagramReader, Receive, set_receive_buffer
+from turnlane.inputs.publishers import FireAndForgetPublisher
+from turnlane.inputs.stream_server import StreamLimits, StreamListener, StreamReader
 from turnlane.queues.api import FlowControl
 from turnlane.serving.address import Address, check_exposure, normalize_host
 from turnlane.serving.auth import TlsSettings
@@ -24,7 +24,7 @@ from turnlane.units import Duration, Size
 from turnlane.validation import ConfigIssue, ContradictorySettings
 
 MessageBytes = Annotated[Size, Field(ge=480, le=16 << 20)]
-"""480 bytes is what every receiver has to accept (RFC 5424)."""
+"""Every receiver has to accept 480 bytes (RFC 5424)."""
 
 
 class SyslogTls(TlsSettings):
@@ -74,7 +74,7 @@ class SyslogSettings(InputSettings):
     )
 
     @model_validator(mode="after")
-    def _listens(self) -> Self:
+    def _check_listeners(self) -> Self:
         if self.tcp is None and self.udp is None and self.tls is None:
             raise ContradictorySettings(
                 [ConfigIssue("tcp", "give at least one of tcp, udp and tls")]
@@ -82,7 +82,7 @@ class SyslogSettings(InputSettings):
         return self
 
     def check_exposed(self) -> None:
-        """Refuse a public address without protection. Raises ``ConfigError``."""
+        """Raise ``ConfigError`` if an address is public and unprotected."""
         tls = None if self.tls is None else self.tls.listen
         known = self.tls is not None and self.tls.client_ca is not None
         for knob, address in (("tcp", self.tcp), ("udp", self.udp), ("tls", tls)):
@@ -98,7 +98,7 @@ class SyslogSettings(InputSettings):
 
 
 class SyslogInput(Input):
-    """Listens for syslog and publishes it. One thread for all streams, one for UDP."""
+    """Publishes syslog messages. One thread reads all streams, another one UDP."""
 
     settings_type: ClassVar[type[InputSettings]] = SyslogSettings
     settings: SyslogSettings
@@ -106,8 +106,8 @@ class SyslogInput(Input):
     def __init__(self, settings: SyslogSettings, host: Host) -> None:
         super().__init__(settings, host)
         self.addresses: dict[str, Address] = {}
-        """By ``tcp``, ``udp`` and ``tls``: where it listens, the ports as they really are."""
-        self._readers: list[tuple[StreamReader | DatagramReader, OneWayPublisher]] = []
+        """The addresses by ``tcp``, ``udp`` and ``tls``, with the real ports."""
+        self._readers: list[tuple[StreamReader | DatagramReader, FireAndForgetPublisher]] = []
         self._stopped = False
 
     @property
@@ -129,22 +129,27 @@ class SyslogInput(Input):
 
     def _make_readers(
         self, bound: list[socket.socket]
-    ) -> list[tuple[StreamReader | DatagramReader, OneWayPublisher]]:
+    ) -> list[tuple[StreamReader | DatagramReader, FireAndForgetPublisher]]:
         settings = self.settings
-        readers: list[tuple[StreamReader | DatagramReader, OneWayPublisher]] = []
-        waiting, dropping = OneWayPublisher(self), OneWayPublisher(self, FlowControl.NONE)
+        readers: list[tuple[StreamReader | DatagramReader, FireAndForgetPublisher]] = []
+        waiting, dropping = (
+            FireAndForgetPublisher(self),
+            FireAndForgetPublisher(self, FlowControl.NONE),
+        )
         waiting.check_fits(settings.max_message_bytes, "max_message_bytes")
         listeners = []
         if settings.tcp is not None:
-            listeners.append(Listener(self._bind("tcp", settings.tcp, bound)))
+            listeners.append(StreamListener(self._bind("tcp", settings.tcp, bound)))
         if settings.tls is not None:
             context = settings.tls.context()
-            listeners.append(Listener(self._bind("tls", settings.tls.listen, bound), context))
+            listeners.append(StreamListener(self._bind("tls", settings.tls.listen, bound), context))
         if settings.udp is not None:
             datagrams = self._bind("udp", settings.udp, bound, socket.SOCK_DGRAM)
-            widen(datagrams, settings.receive_buffer)
+            set_receive_buffer(datagrams, settings.receive_buffer)
             longest = settings.max_message_bytes
-            reader = DatagramReader(self, dropping, datagrams, udp_receiver(datagrams), longest)
+            reader = DatagramReader(
+                self, dropping, datagrams, make_udp_receiver(datagrams), longest
+            )
             readers.append((reader, dropping))
         if listeners:
             limits = StreamLimits(
@@ -180,8 +185,8 @@ class SyslogInput(Input):
             publisher.finish(deadline)
 
 
-def udp_receiver(bound: socket.socket) -> Receive:
-    """How to receive from a UDP socket."""
+def make_udp_receiver(bound: socket.socket) -> Receive:
+    """Return the function that receives from a UDP socket."""
 
     def receive(space: memoryview) -> Datagram:
         size, sender = bound.recvfrom_into(space)

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from turnlane.errors import PartlyDelivered, RetryLater, TurnlaneError
 from turnlane.events import Block
-from turnlane.formats.lines import joined, large, strung
+from turnlane.formats.lines import join_columns, join_texts, to_large_binary
 from turnlane.outputs.api import OutputSettings
 from turnlane.outputs.http_client import (
     HttpResponse,
@@ -116,20 +116,20 @@ class ElasticsearchOutput(RequestOutput):
 
     def _make_request(self, block: Block, rows: BlockRows) -> HttpRequest:
         lines = self._make_lines(select_rows(block, rows))
-        body, headers = self.pack(strung(lines).data, _CONTENT_TYPE)
+        body, headers = self.pack(join_texts(lines).data, _CONTENT_TYPE)
         return HttpRequest(self._url, body, headers, rows, partial(self._make_request, block))
 
     def _make_lines(self, block: Block) -> Any:  # noqa: ANN401
-        documents = large(block.column("payload"))
+        documents = to_large_binary(block.column("payload"))
         if self.settings.format == "raw":
             # In JSON a line end can only stand between tokens, where a space means the same.
             documents = pc.replace_substring_regex(documents, _LINE_ENDS, " ")
-        index = large(escape_json(self._index.fill(block)))
+        index = to_large_binary(escape_json(self._index.fill(block)))
         parts = [_make_scalar(f'{{"{self.settings.action}":{{"_index":"'), index]
         ids = make_dated_event_ids(block) if self._id is None else self._id.fill(block)
         if ids is not None:
-            parts += [_make_scalar('","_id":"'), large(escape_json(ids))]
-        return joined(*parts, _make_scalar('"}}\n'), documents, _make_scalar("\n"))
+            parts += [_make_scalar('","_id":"'), to_large_binary(escape_json(ids))]
+        return join_columns(*parts, _make_scalar('"}}\n'), documents, _make_scalar("\n"))
 
     def check_response(self, request: HttpRequest, response: HttpResponse) -> None:
         """Raise ``PartlyDelivered`` with the documents that were not accepted."""

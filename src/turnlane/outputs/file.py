@@ -30,7 +30,7 @@ from pydantic import Field, model_validator
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import StorageFailed
 from turnlane.events import Block
-from turnlane.formats.lines import lines_of
+from turnlane.formats.lines import join_lines
 from turnlane.logs import get_logger
 from turnlane.outputs.api import Output, OutputSettings
 from turnlane.runtime import start_thread
@@ -306,7 +306,7 @@ class FileOutput(Output):
 
     def prepare(self, block: Block) -> Any:  # noqa: ANN401
         """Return the payloads of the block as lines, in one buffer."""
-        return lines_of(block.column("payload"))
+        return join_lines(block.column("payload"))
 
     def send(self, prepared: Any) -> None:  # noqa: ANN401
         """Append the lines. Raises ``StorageFailed``."""

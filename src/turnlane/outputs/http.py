@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from pydantic import AfterValidator, Field, model_validator
 
 from turnlane.events import Block
-from turnlane.formats.lines import joined, large, lines_of, strung
+from turnlane.formats.lines import join_columns, join_lines, join_texts, to_large_binary
 from turnlane.outputs.api import OutputSettings
 from turnlane.outputs.http_client import HttpResponse
 from turnlane.outputs.http_requests import (
@@ -161,11 +161,11 @@ class HttpOutput(RequestOutput):
 
     def _make_payloads(self, block: Block) -> Any:  # noqa: ANN401
         if self._body is None:
-            objects = large(block.column("payload"))
+            objects = to_large_binary(block.column("payload"))
             name = self.settings.event_id
             return objects if name is None else _add_ids(objects, make_event_ids(block), name)
         escape = None if self.settings.format is BodyFormat.RAW else escape_json
-        return large(self._body.fill(block, escape))
+        return to_large_binary(self._body.fill(block, escape))
 
     def _group_rows(self, block: Block) -> Iterator[tuple[BlockRows, str, Headers]]:
         """Yield the rows of each request with its URL and headers."""
@@ -205,11 +205,11 @@ class HttpOutput(RequestOutput):
 
     def _make_body(self, payloads: Any) -> pa.Buffer:  # noqa: ANN401
         if self.settings.one_by_one:
-            return strung(payloads).data
+            return join_texts(payloads).data
         if self.settings.format is BodyFormat.JSON:
-            elements = strung(joined(payloads, _COMMA)).data
+            elements = join_texts(join_columns(payloads, _COMMA)).data
             return pa.py_buffer(b"".join((b"[", elements[:-1], b"]")))
-        return lines_of(payloads)
+        return join_lines(payloads)
 
     def get_headers(self) -> Headers:
         """Return the headers that contain no columns."""
@@ -236,7 +236,7 @@ def _add_ids(objects: Any, ids: pa.Array[Any] | None, name: str) -> Any:  # noqa
     head = pa.scalar(f'{{{json.dumps(name)}:"'.encode(), pa.large_binary())
     rest = pc.binary_replace_slice(objects, 0, 1, b"")
     separator = pc.if_else(pc.equal(objects, _EMPTY_OBJECT), _QUOTE, _QUOTE_AND_COMMA)
-    return joined(head, large(escape_json(ids)), separator, rest)
+    return join_columns(head, to_large_binary(escape_json(ids)), separator, rest)
 
 
 def _group_equal_rows(columns: list[Any]) -> list[BlockRows]:

@@ -17,17 +17,17 @@ from pydantic import Field
 
 from turnlane.errors import Never, PartlyDelivered, RetryLater
 from turnlane.events import Block
-from turnlane.formats.lines import large, strung
+from turnlane.formats.lines import join_texts, to_large_binary
 from turnlane.formats.otlp import (
     JSON,
     PROTOBUF,
     SIGNAL_HEADER,
     Malformed,
     Signal,
-    count,
+    count_records,
     decode,
-    logs_request,
-    rejected,
+    decode_rejected,
+    encode_logs_request,
 )
 from turnlane.logs import get_logger
 from turnlane.outputs.api import OutputSettings
@@ -80,7 +80,7 @@ class _Export(NamedTuple):
     events: int
 
     def count_records(self) -> int:
-        return count(self.signal, decode(self.signal, self.body))
+        return count_records(self.signal, decode(self.signal, self.body))
 
 
 class OtlpOutput(RequestOutput):
@@ -129,14 +129,16 @@ class OtlpOutput(RequestOutput):
     def _join_telemetry(self, block: Block, rows: BlockRows) -> bytes:
         if not len(rows):
             return b""
-        return strung(large(select_rows(block, rows).column("value"))).data.to_pybytes()
+        return join_texts(
+            to_large_binary(select_rows(block, rows).column("value"))
+        ).data.to_pybytes()
 
     def _make_log_records(self, block: Block, rows: BlockRows) -> bytes:
         if not len(rows):
             return b""
         events = select_rows(block, rows)
         ids = make_dated_event_ids(events)
-        return logs_request(events, resource=self.settings.resource, ids=ids)
+        return encode_logs_request(events, resource=self.settings.resource, ids=ids)
 
     def _get_url(self, signal: Signal) -> str:
         return f"{self.settings.url}/v1/{signal}"
@@ -171,7 +173,7 @@ class OtlpOutput(RequestOutput):
         if kind not in (PROTOBUF, JSON):
             raise malformed
         try:
-            return rejected(signal, response.body, kind)
+            return decode_rejected(signal, response.body, kind)
         except Malformed as error:
             raise malformed from error
 

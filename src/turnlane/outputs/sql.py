@@ -32,7 +32,7 @@ from turnlane.databases import (
 )
 from turnlane.errors import Never, PayloadTooLarge, RetryLater, TurnlaneError
 from turnlane.events import Block
-from turnlane.formats.lines import joined
+from turnlane.formats.lines import join_columns
 from turnlane.logs import get_logger
 from turnlane.outputs.api import ExactlyOnceSettings, Output, OutputSettings
 from turnlane.outputs.connections import ClientTls, ConnectionPool, abort_descriptor
@@ -288,7 +288,7 @@ def _to_hexadecimal(column: Any) -> Any:  # noqa: ANN401
     ends = pa.py_buffer((2 * (bounds - bounds[0])).data)
     buffers = [None, ends, pa.py_buffer(digits.data)]
     texts: Any = pa.Array.from_buffers(pa.large_binary(), len(column), buffers)
-    marked = joined(pa.scalar(b"\\x", pa.large_binary()), texts).cast(pa.large_string())
+    marked = join_columns(pa.scalar(b"\\x", pa.large_binary()), texts).cast(pa.large_string())
     return pc.if_else(column.is_valid(), marked, pa.scalar(None, pa.large_string()))
 
 

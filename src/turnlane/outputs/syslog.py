@@ -21,18 +21,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from turnlane.errors import Never, PartlyDelivered, RetryLater, TurnlaneError
 from turnlane.events import Block
-from turnlane.formats.lines import NOTHING, Strung, large, strung
+from turnlane.formats.lines import NO_TEXTS, JoinedTexts, join_texts, to_large_binary
 from turnlane.formats.syslog import (
     FACILITIES,
     SEVERITIES,
     Facility,
-    Names,
-    Otherwise,
     Severity,
-    newline_ended,
-    octet_counted,
-    rfc3164,
-    rfc5424,
+    SyslogColumnNames,
+    SyslogDefaults,
+    format_rfc3164,
+    format_rfc5424,
+    frame_by_length,
+    frame_by_newline,
 )
 from turnlane.outputs.api import Output, OutputSettings
 from turnlane.outputs.connections import ClientTls, ConnectionPool, abort_connection, wait_readable
@@ -93,7 +93,7 @@ class StreamSocket:
         """Whether the receiver has not closed the connection, as far as is known here."""
         return self._find_error() is None
 
-    def send(self, messages: Strung) -> None:
+    def send(self, messages: JoinedTexts) -> None:
         """Send all messages and wait for the confirmation of TCP. Raises ``RetryLater``."""
         self._check_open()
         deadline = time.monotonic() + self._limits.send
@@ -167,7 +167,7 @@ class DatagramSocket:
         """Always true: UDP has no connection."""
         return True
 
-    def send(self, messages: Strung) -> None:
+    def send(self, messages: JoinedTexts) -> None:
         """Send the messages one by one. Raises ``PartlyDelivered`` if some are too large."""
         data, first = memoryview(messages.data), 0
         failures: dict[int, TurnlaneError] = {}
@@ -303,8 +303,8 @@ class SyslogOutput(Output):
 
     def __init__(self, settings: SyslogOutputSettings) -> None:
         super().__init__(settings)
-        self._names = Names(**settings.columns.model_dump())
-        self._otherwise = Otherwise(
+        self._names = SyslogColumnNames(**settings.columns.model_dump())
+        self._otherwise = SyslogDefaults(
             FACILITIES.index(settings.facility),
             SEVERITIES.index(settings.severity),
             settings.hostname or socket.gethostname(),
@@ -318,30 +318,30 @@ class SyslogOutput(Output):
         messages = self._format_messages(block)
         if settings.protocol != "udp":
             is_counted = settings.framing == "octet"
-            messages = octet_counted(messages) if is_counted else newline_ended(messages)
-        return strung(messages)
+            messages = frame_by_length(messages) if is_counted else frame_by_newline(messages)
+        return join_texts(messages)
 
     def _format_messages(self, block: Block) -> Any:  # noqa: ANN401
         element = self.settings.event_id
         match self.settings.format:
             case "raw":
-                return large(block.column("payload"))
+                return to_large_binary(block.column("payload"))
             case "rfc3164":
-                return rfc3164(block, self._names, self._otherwise)
+                return format_rfc3164(block, self._names, self._otherwise)
             case "rfc5424":
                 found = None if element is None else make_event_ids(block)
                 ids = None if element is None or found is None else (element, found)
-                return rfc5424(block, self._names, self._otherwise, ids)
+                return format_rfc5424(block, self._names, self._otherwise, ids)
 
     def send(self, prepared: Any) -> None:  # noqa: ANN401
-        messages: Strung = prepared
+        messages: JoinedTexts = prepared
         with self._sockets.borrow() as connection:
             connection.send(messages)
 
     def check(self) -> None:
         """Connect. With UDP, only look up the host: a receiver would not answer."""
         with self._sockets.borrow() as connection:
-            connection.send(NOTHING)
+            connection.send(NO_TEXTS)
 
     def cancel(self) -> None:
         self._sockets.cancel()

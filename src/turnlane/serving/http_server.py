@@ -1,4 +1,4 @@
-"""An HTTP server on a thread of its own, with limits on connections, headers and bodies.
+"""An HTTP server on a thread of its own, with limits on connections, headers, bodies and threads.
 
 uvicorn parses requests and sends answers, and leaves limits to a proxy in front of it. This module
 adds them, so that no client holds resources for nothing: the headers have to arrive within the idle
@@ -20,8 +20,10 @@ import math
 import socket
 import ssl
 import threading
-from typing import Any, Final, Self
+from collections.abc import Callable
+from typing import Any, Final, Self, TypeVar
 
+import anyio
 import httptools
 import uvicorn
 from pydantic import BaseModel, ConfigDict, Field
@@ -90,6 +92,46 @@ class WebSettings(BaseModel):
     idle_timeout: Duration = Field(
         default=60.0, gt=0, description="How long a client may keep the server waiting."
     )
+
+
+Result = TypeVar("Result")
+
+
+class ThreadLimiter:
+    """Runs the blocking calls of a server on at most ``most`` threads."""
+
+    def __init__(self, most: int) -> None:
+        self._limiter = anyio.CapacityLimiter(most)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether a call would have to wait for a thread."""
+        return self._limiter.available_tokens < 1
+
+    async def run(self, call: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Result:
+        """Run a call on a thread; wait for a free one.
+
+        A cancelled caller leaves at once; the call continues, and its result is dropped.
+        """
+        return await anyio.to_thread.run_sync(
+            functools.partial(call, *args, **kwargs),
+            abandon_on_cancel=True,
+            limiter=self._limiter,
+        )
+
+
+class ThreadLimiterByQueue:
+    """At most ``most`` threads for each queue, so calls that wait for one do not delay others."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._by_queue: dict[str, ThreadLimiter] = {}
+
+    def of(self, queue: str) -> ThreadLimiter:
+        """Return the limiter for calls that wait for this queue."""
+        if queue not in self._by_queue:
+            self._by_queue[queue] = ThreadLimiter(self._most)
+        return self._by_queue[queue]
 
 
 class HttpConnection(HttpToolsProtocol):

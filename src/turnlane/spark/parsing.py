@@ -110,10 +110,10 @@ def parse_otlp(df: DataFrame) -> DataFrame:
     """Add the columns of a log record, metric or span, and ``parse_error``."""
     if "headers" not in df.columns:
         raise ConfigError("parse", "otlp needs the column `headers`; set includeHeaders to true")
-    from turnlane.formats.otlp_columns import COLUMNS, columns_of
+    from turnlane.formats.otlp_columns import COLUMNS, decode_columns
 
     def decode(values: pa.Array, signals: pa.Array) -> pa.Array:  # type: ignore[type-arg]
-        return columns_of(values, signals)
+        return decode_columns(values, signals)
 
     kinds = {name: _TYPES.get(str(kind), "map<string,string>") for name, kind in COLUMNS.items()}
     struct = "struct<" + ", ".join(f"{name}: {kind}" for name, kind in kinds.items()) + ">"

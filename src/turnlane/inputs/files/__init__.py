@@ -1,25 +1,19 @@
 """The ``files`` input: follows log files through rotation, truncation and kill -9.
 
-How nothing is read twice and nothing skipped. Every file *generation* (a device, an inode, a first
+Why no line is read twice and none is skipped: every file *generation* (a device, an inode, a first
 line, and a number that goes up when the file is truncated) publishes as a numbered producer, and
 its sequence is the byte after the last line. The queue writes that number into the same frame as
-the lines themselves, so the two can never disagree: whoever starts after a crash asks the queue how
-far a file has come, and reads on from there. The positions file is only a hint: it tells which
-files there were, and how far they had come when the queue does not know (a memory queue, or more
-than ten thousand files).
+the lines themselves, so the two always agree. After a crash the input asks the queue for the
+position of a file and continues there. The positions file is only a hint: it lists the files, with
+their positions for the case that the queue does not know them (a memory queue, or more than ten
+thousand files).
 
-- ``settings``: what can be configured
-- ``watch``: which files there are
-- ``identity``: when a file is the same file
-- ``tail``: reading one file
-- ``publishing``: from lines to events in the queue
-- ``progress``: how far one file has come, as the acks say
-- ``positions``: what is saved
-- ``roster``: all files that are followed or were
-- ``input``: the thread that does it all
+- ``reader``: one file: its identity, its lines, its acked position
+- ``tracker``: the settings; all followed files; the positions file
+- ``input``: from lines to events; the thread that scans, reads, publishes and saves
 """
 
 from turnlane.inputs.files.input import FilesInput
-from turnlane.inputs.files.state import FilesSettings
+from turnlane.inputs.files.tracker import FilesSettings
 
 __all__ = ["FilesInput", "FilesSettings"]

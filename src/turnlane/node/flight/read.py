@@ -21,7 +21,7 @@ from pyarrow import flight
 from turnlane.delivery.settings import PRIORITY
 from turnlane.errors import LeadLost, NoSuchLease, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import BASE_SCHEMA, Block, conform_block, join_consecutive
-from turnlane.formats.syslog import priorities
+from turnlane.formats.syslog import parse_priorities
 from turnlane.logs import get_logger
 from turnlane.node.event_refs import READ_EVENTS, read_range
 from turnlane.node.flight.messages import (
@@ -125,7 +125,7 @@ def _project_block(block: Block, schema: pa.Schema) -> Block:
     for field in schema:
         if field.name == PRIORITY:
             values: Any = block.column("value")
-            arrays.append(priorities(values))
+            arrays.append(parse_priorities(values))
         elif field.name in names:
             arrays.append(block.column(field.name))
         else:

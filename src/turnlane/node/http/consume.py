@@ -32,7 +32,7 @@ from turnlane.node.http.request import (
 from turnlane.node.leases import BatchLease
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.serving.auth import Right
-from turnlane.serving.threads import ThreadLimiter
+from turnlane.serving.http_server import ThreadLimiter
 
 POLLS: Final = 256
 """Requests at a time that wait for events, each on a thread."""

@@ -58,7 +58,7 @@ from turnlane.node.http.request import (
 from turnlane.queues.api import Ack, AckLevel, Published
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.serving.auth import Right
-from turnlane.serving.threads import ThreadLimiterByQueue
+from turnlane.serving.http_server import ThreadLimiterByQueue
 from turnlane.storage.producer_sequences import GapPolicy
 
 LONGEST_TIMEOUT: Final = 60.0

@@ -31,7 +31,7 @@ from turnlane.node.node import Node
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.serving.auth import Authority, Right, parse_bearer
 from turnlane.serving.http_body import BodyLimits, read_body
-from turnlane.serving.threads import ThreadLimiter
+from turnlane.serving.http_server import ThreadLimiter
 from turnlane.units import parse_duration
 
 THREADS: Final = 32

@@ -29,7 +29,7 @@ from turnlane.node.http.request import (
 )
 from turnlane.node.tables import ServedTable, Tables, TableStream, convert_rows_to_json
 from turnlane.serving.auth import Right
-from turnlane.serving.threads import ThreadLimiter
+from turnlane.serving.http_server import ThreadLimiter
 from turnlane.table.shards import KeyRange
 
 STREAMS: Final = 256
