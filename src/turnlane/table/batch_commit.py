@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any, Final
 
 from turnlane.databases import Dialect, Execute, Row, Session
@@ -82,7 +81,8 @@ class WriterGate:
         """Create the gate's row and its table if they are missing; a new gate is open."""
         execute(get_writer_ddl(self._dialect))
         begin, end = self._dialect.insert_or_ignore
-        self._run(execute, f"{begin} turnlane_writer (queue, job, epoch) VALUES (%s, %s, 0) {end}")
+        insert = f"{begin} turnlane_writer (queue, job, epoch) VALUES (%s, %s, 0) {end}"
+        execute(self._dialect.render(insert), (self._queue, GATE_JOB))
 
     def pass_through(self, execute: Execute) -> None:
         """Keep the gate open until this transaction ends. Raises ``RetryLater`` if it is closed."""
@@ -101,22 +101,14 @@ class WriterGate:
         found = self._read(execute, lock)
         return bool(found and found[0][0])
 
-    def close(self, execute: Execute) -> None:
-        """Wait for commits that are under way, and let no other pass."""
-        self._run(execute, "UPDATE turnlane_writer SET epoch = 1 WHERE queue = %s AND job = %s")
-
-    def open(self, execute: Execute) -> None:
-        """Let writers pass."""
-        self._run(execute, "UPDATE turnlane_writer SET epoch = 0 WHERE queue = %s AND job = %s")
+    def set_closed(self, execute: Execute, *, closed: bool) -> None:
+        """Let writers pass, or wait for commits that are under way and let no other pass."""
+        update = "UPDATE turnlane_writer SET epoch = %s WHERE queue = %s AND job = %s"
+        execute(self._dialect.render(update), (int(closed), self._queue, GATE_JOB))
 
     def _read(self, execute: Execute, lock: str = "") -> list[Row]:
-        statement = f"SELECT epoch FROM turnlane_writer WHERE queue = %s AND job = %s {lock}"
-        return execute(
-            statement.replace("%s", self._dialect.placeholder), (self._queue, GATE_JOB)
-        ).rows()
-
-    def _run(self, execute: Execute, statement: str) -> None:
-        execute(statement.replace("%s", self._dialect.placeholder), (self._queue, GATE_JOB))
+        select = f"SELECT epoch FROM turnlane_writer WHERE queue = %s AND job = %s {lock}"
+        return execute(self._dialect.render(select), (self._queue, GATE_JOB)).rows()
 
 
 # ── staging ──────────────────────────────────────────────────────────────────────────────────────
@@ -187,10 +179,8 @@ class BatchStaging(Closeable):
     def _record_epoch(self, execute: Execute, writer: str, epoch: int) -> bool:
         """Record a batch; false if it is the last recorded one."""
         key = (self.definition.name, get_job_id(writer))
-        found = execute(
-            self._render("SELECT epoch FROM turnlane_writer WHERE queue = %s AND job = %s {lock}"),
-            key,
-        ).rows()
+        select = "SELECT epoch FROM turnlane_writer WHERE queue = %s AND job = %s {lock}"
+        found = execute(self._render(select), key).rows()
         if found and found[0][0] > epoch:
             raise WriterAhead.of(writer, found[0][0], epoch)
         if found and found[0][0] == epoch:
@@ -285,11 +275,6 @@ class WriterProgress:
         return WriterProgress(batches, delivered)
 
 
-def find_common_progress(all_progress: Iterable[WriterProgress]) -> WriterProgress:
-    """Return the progress that all databases have recorded."""
-    return reduce(WriterProgress.find_common, all_progress)
-
-
 def intersect_spans(one: Spans, other: Spans) -> Spans:
     """Return the intersection of two lists of spans."""
     common = (
@@ -309,8 +294,6 @@ class ProgressTable(Closeable):
         self._queue = queue
         self._gate = WriterGate(dialect, queue)
         self._session = Session(dialect)
-        names = [dialect.quote_name(name) for name in _DELIVERED_COLUMNS]
-        self._target, self._source, self._partition, self._first, self._end = names
 
     def close(self) -> None:
         self._session.close()
@@ -325,7 +308,7 @@ class ProgressTable(Closeable):
     def close_gate(self) -> None:
         """Let no writer record anything here any more."""
         self._session.transact(self._gate.prepare)
-        self._session.transact(self._gate.close)
+        self._session.transact(lambda execute: self._gate.set_closed(execute, closed=True))
 
     def is_gate_closed(self) -> bool:
         """Whether no writer can record anything here."""
@@ -335,30 +318,42 @@ class ProgressTable(Closeable):
     def replace_and_open(self, progress: WriterProgress) -> None:
         """Record the progress of other databases and open the gate; nothing if it is open."""
         if progress.delivered:
-            self._create_delivered()
+            self._session.change(
+                self._render(
+                    f"CREATE TABLE IF NOT EXISTS {DELIVERED_TABLE} ("
+                    "{target} VARCHAR(200) NOT NULL, {queue} VARCHAR(200) NOT NULL, "
+                    "{partition} INTEGER NOT NULL, {first} BIGINT NOT NULL, {end} BIGINT NOT NULL, "
+                    "PRIMARY KEY ({target}, {queue}, {partition}, {first}))"
+                )
+            )
 
         def work(execute: Execute) -> None:
             if not self._gate.is_closed(execute, self._dialect.lock):
                 return
-            self._replace_batches(execute, progress.batches)
+            delete = "DELETE FROM turnlane_writer WHERE queue = %s AND job <> %s"
+            execute(self._render(delete), (self._queue, GATE_JOB))
+            insert = "INSERT INTO turnlane_writer (queue, job, epoch) VALUES (%s, %s, %s)"
+            for job, epoch in progress.batches.items():
+                execute(self._render(insert), (self._queue, job, epoch))
             if progress.delivered:
-                self._replace_delivered(execute, progress.delivered)
-            self._gate.open(execute)
+                delete = f"DELETE FROM {DELIVERED_TABLE} WHERE {{target}} = %s"
+                execute(self._render(delete), (self._queue,))
+                rows: Sequence[tuple[object, ...]] = [
+                    (self._queue, *stream, *span)
+                    for stream, spans in progress.delivered.items()
+                    for span in spans
+                ]
+                if rows:
+                    self._session.insert_many(DELIVERED_TABLE, _DELIVERED_COLUMNS, rows)
+            self._gate.set_closed(execute, closed=False)
 
         self._session.transact(work)
 
-    def _replace_batches(self, execute: Execute, batches: dict[str, int]) -> None:
-        delete = "DELETE FROM turnlane_writer WHERE queue = %s AND job <> %s"
-        execute(self._render(delete), (self._queue, GATE_JOB))
-        insert = "INSERT INTO turnlane_writer (queue, job, epoch) VALUES (%s, %s, %s)"
-        for job, epoch in batches.items():
-            execute(self._render(insert), (self._queue, job, epoch))
-
     def _read_delivered(self) -> dict[Stream, Spans]:
-        columns = f"{self._source}, {self._partition}, {self._first}, {self._end}"
-        statement = f"SELECT {columns} FROM {DELIVERED_TABLE} WHERE {self._target} = %s"
+        select = "SELECT {queue}, {partition}, {first}, {end} FROM "
+        select += f"{DELIVERED_TABLE} WHERE {{target}} = %s"
         try:
-            rows = self._session.query(self._render(statement), (self._queue,))
+            rows = self._session.query(self._render(select), (self._queue,))
         except self._dialect.error:
             return {}  # the table does not exist: no output has needed it
         found: dict[Stream, Spans] = {}
@@ -366,25 +361,6 @@ class ProgressTable(Closeable):
             found.setdefault((queue, partition), []).append((first, end))
         return found
 
-    def _create_delivered(self) -> None:
-        columns = (
-            f"{self._target} VARCHAR(200) NOT NULL, {self._source} VARCHAR(200) NOT NULL, "
-            f"{self._partition} INTEGER NOT NULL, {self._first} BIGINT NOT NULL, "
-            f"{self._end} BIGINT NOT NULL"
-        )
-        key = f"{self._target}, {self._source}, {self._partition}, {self._first}"
-        self._session.change(
-            f"CREATE TABLE IF NOT EXISTS {DELIVERED_TABLE} ({columns}, PRIMARY KEY ({key}))"
-        )
-
-    def _replace_delivered(self, execute: Execute, delivered: dict[Stream, Spans]) -> None:
-        delete = f"DELETE FROM {DELIVERED_TABLE} WHERE {self._target} = %s"
-        execute(self._render(delete), (self._queue,))
-        rows: Sequence[tuple[object, ...]] = [
-            (self._queue, *stream, *span) for stream, spans in delivered.items() for span in spans
-        ]
-        if rows:
-            self._session.insert_many(DELIVERED_TABLE, _DELIVERED_COLUMNS, rows)
-
-    def _render(self, statement: str) -> str:
-        return statement.replace("%s", self._dialect.placeholder)
+    def _render(self, template: str) -> str:
+        names = {name: self._dialect.quote_name(name) for name in _DELIVERED_COLUMNS}
+        return self._dialect.render(template, **names)

@@ -92,7 +92,7 @@ ScheduleStatement = CreateSchedule | DropSchedule | ShowSchedules
 Statement = CreateQueue | DropQueue | ShowQueues | ScheduleStatement
 
 
-class Token(NamedTuple):
+class SqlToken(NamedTuple):
     """A token of a statement, and its position."""
 
     kind: str
@@ -137,12 +137,16 @@ class _Parser:
         if verb == "SHOW":
             shown = self._take_word("QUEUES", "SCHEDULES").word
             parsed = ShowQueues() if shown == "QUEUES" else ShowSchedules()
-        elif self._take_word("QUEUE", "SCHEDULE").word == "QUEUE":
-            parsed = self._parse_create() if verb == "CREATE" else self._parse_drop()
+        elif self._take_word("QUEUE", "SCHEDULE").word == "SCHEDULE":
+            if verb == "CREATE":
+                parsed = self._parse_create_schedule()
+            else:
+                parsed = DropSchedule(*self._parse_schedule_name())
         elif verb == "CREATE":
-            parsed = self._parse_create_schedule()
+            parsed = self._parse_create()
         else:
-            parsed = DropSchedule(*self._parse_schedule_name())
+            if_exists = self._take_phrase("IF", "EXISTS")
+            parsed = DropQueue(self._parse_name("a queue's name"), if_exists)
         self._take_if(";")
         if self._peek().kind != "end":
             self._fail(f"expected the end, found {self._peek().description}", self._peek())
@@ -152,26 +156,18 @@ class _Parser:
         if_not_exists = self._take_phrase("IF", "NOT", "EXISTS")
         start = self._peek()
         name = self._parse_name("a queue's name")
-        columns = self._parse_columns()
-        shard_by = self._parse_shard_by() if self._take_phrase("SHARD", "BY") else None
+        columns = self._parse_list(self._parse_column)
+        shard_by = None
+        if self._take_phrase("SHARD", "BY"):
+            self._take_sign("(")
+            shard_by = self._parse_name("a column's name")
+            self._take_sign(")")
         settings = self._parse_settings() if self._take_phrase("WITH") else TableSettings()
         try:
             definition = Definition(name, tuple(columns), shard_by, settings)
         except ValueError as error:
             self._fail(str(error), start)
         return CreateQueue(definition, if_not_exists)
-
-    def _parse_drop(self) -> DropQueue:
-        if_exists = self._take_phrase("IF", "EXISTS")
-        return DropQueue(self._parse_name("a queue's name"), if_exists)
-
-    def _parse_columns(self) -> list[Column]:
-        self._take_sign("(")
-        columns = [self._parse_column()]
-        while self._take_if(",") and self._peek().text != ")":
-            columns.append(self._parse_column())
-        self._take_sign(")")
-        return columns
 
     def _parse_column(self) -> Column:
         name = self._parse_name("a column's name")
@@ -205,12 +201,6 @@ class _Parser:
             self._fail(f"expected a whole number, found {token.description}", token)
         return int(token.text)
 
-    def _parse_shard_by(self) -> str:
-        self._take_sign("(")
-        name = self._parse_name("a column's name")
-        self._take_sign(")")
-        return name
-
     def _parse_settings(self) -> TableSettings:
         start = self._peek()
         options = self._parse_pairs(self._parse_option)
@@ -219,17 +209,27 @@ class _Parser:
         except ConfigError as error:
             self._fail(str(error), start)
 
+    def _parse_list(self, parse_item: Callable[[], T]) -> list[T]:
+        """Parse ``( item {, item} [,] )``."""
+        self._take_sign("(")
+        items = [parse_item()]
+        while self._take_if(",") and self._peek().text != ")":
+            items.append(parse_item())
+        self._take_sign(")")
+        return items
+
     def _parse_pairs(self, parse_pair: Callable[[], tuple[str, T]]) -> dict[str, T]:
         """Parse ``( name = value {, name = value} [,] )``."""
-        self._take_sign("(")
-        pairs = dict([parse_pair()])
-        while self._take_if(",") and self._peek().text != ")":
+        pairs: dict[str, T] = {}
+
+        def add_pair() -> None:
             at = self._peek()
             name, value = parse_pair()
             if name in pairs:
                 self._fail(f"{name!r} is given twice", at)
             pairs[name] = value
-        self._take_sign(")")
+
+        self._parse_list(add_pair)
         return pairs
 
     def _parse_option(self) -> tuple[str, str]:
@@ -286,29 +286,29 @@ class _Parser:
 
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
-    def _split_tokens(self) -> list[Token]:
+    def _split_tokens(self) -> list[SqlToken]:
         tokens = []
         at = 0
         while at < len(self._text):
             match = _TOKEN.match(self._text, at)
             if match is None:
-                self._fail(f"cannot read {self._text[at]!r}", Token("", "", at))
+                self._fail(f"cannot read {self._text[at]!r}", SqlToken("", "", at))
             if match.lastgroup != "space":
-                tokens.append(Token(match.lastgroup or "", match.group(), at))
+                tokens.append(SqlToken(match.lastgroup or "", match.group(), at))
             at = match.end()
-        return [*tokens, Token("end", "", len(self._text))]
+        return [*tokens, SqlToken("end", "", len(self._text))]
 
-    def _peek(self, ahead: int = 0) -> Token:
+    def _peek(self, ahead: int = 0) -> SqlToken:
         return self._tokens[min(self._next + ahead, len(self._tokens) - 1)]
 
-    def _take(self, kind: str, wanted: str) -> Token:
+    def _take(self, kind: str, wanted: str) -> SqlToken:
         token = self._peek()
         if token.kind != kind:
             self._fail(f"expected {wanted}, found {token.description}", token)
         self._next += 1
         return token
 
-    def _take_word(self, *words: str) -> Token:
+    def _take_word(self, *words: str) -> SqlToken:
         token = self._peek()
         if token.word not in words:
             hint = suggest(token.word, words)
@@ -344,7 +344,7 @@ class _Parser:
         except ValueError as error:
             self._fail(str(error), token)
 
-    def _fail(self, message: str, token: Token) -> NoReturn:
+    def _fail(self, message: str, token: SqlToken) -> NoReturn:
         line = self._text.count("\n", 0, token.at) + 1
         column = token.at - (self._text.rfind("\n", 0, token.at) + 1) + 1
         raise SyntaxFault(message, line, column) from None

@@ -18,6 +18,7 @@ Every step may be repeated, so a reshard that was killed anywhere is resumed by 
 from __future__ import annotations
 
 import enum
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from dataclasses import dataclass
 from turnlane.databases import Row
 from turnlane.errors import ConfigError, ReshardUnderWay
 from turnlane.logs import get_logger
-from turnlane.table.batch_commit import WriterProgress, find_common_progress
+from turnlane.table.batch_commit import ProgressTable, WriterProgress
+from turnlane.table.catalog import QueueCatalog
 from turnlane.table.definition import TableOrdering
 from turnlane.table.schedules import get_schedule_key
 from turnlane.table.shard_directory import ShardDirectory
@@ -226,13 +228,16 @@ class Resharder:
     def _prepare(self, targets: Sequence[Shard]) -> None:
         self._report(ReshardStep.PREPARE)
         for shard in targets:
-            self._directory.create_queue(shard)
-            store = self._directory.get_store(shard)
-            newest = store.read_newest_map()
-            if newest is None or newest.version < self.plan.version:
+            definition, store = self._directory.definition, self._directory.get_store(shard)
+            with QueueCatalog(store.dialect) as catalog:
+                catalog.create(definition, if_not_exists=True, first_id=shard.first_id)
+                newest = store.read_newest_map()
+                if newest is not None and newest.version >= self.plan.version:
+                    continue
                 store.close_lease()
-                self._directory.set_first_id(shard)
-                with self._directory.open_progress(shard) as progress:
+                # Also in a table that existed before, new events get ids of the shard.
+                catalog.set_first_id(definition.name, shard.first_id)
+                with self._open_progress(shard) as progress:
                     progress.close_gate()
 
     def _check_writers(self, sources: Sequence[Shard]) -> None:
@@ -242,7 +247,7 @@ class Resharder:
         """
         recorded: list[WriterProgress] = []
         for shard in sources:
-            with self._directory.open_progress(shard) as progress:
+            with self._open_progress(shard) as progress:
                 if progress.is_gate_closed():
                     return
                 recorded.append(progress.read())
@@ -267,12 +272,13 @@ class Resharder:
         """Copy the progress of writers that commit each batch once to the new shards."""
         recorded: list[WriterProgress] = []
         for shard in sources:
-            with self._directory.open_progress(shard) as progress:
+            with self._open_progress(shard) as progress:
                 progress.close_gate()
                 recorded.append(progress.read())
+        common = functools.reduce(WriterProgress.find_common, recorded)
         for shard in targets:
-            with self._directory.open_progress(shard) as progress:
-                progress.replace_and_open(find_common_progress(recorded))
+            with self._open_progress(shard) as progress:
+                progress.replace_and_open(common)
 
     def _switch(self, before: ShardMap, sources: Sequence[Shard], targets: Sequence[Shard]) -> None:
         self._report(ReshardStep.SWITCH)
@@ -298,6 +304,10 @@ class Resharder:
                 time.sleep(POLL_SECONDS)  # a transaction has locked a row; no signal says it ended
                 self._report(ReshardStep.DRAIN, mover.drain(self.plan.version))
         self._open_leases(targets)
+
+    def _open_progress(self, shard: Shard) -> ProgressTable:
+        """Open the recorded progress of a shard's writers; the caller closes it."""
+        return ProgressTable(self._directory.get_dialect(shard), self._directory.definition.name)
 
     def _open_leases(self, targets: Sequence[Shard]) -> None:
         for store in self._get_stores(targets):

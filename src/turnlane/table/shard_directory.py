@@ -28,7 +28,6 @@ from turnlane.databases import (
 from turnlane.errors import ConfigError, DatabaseDown
 from turnlane.logs import get_logger
 from turnlane.runtime import Closeable, read_secret
-from turnlane.table.batch_commit import ProgressTable
 from turnlane.table.catalog import QueueCatalog
 from turnlane.table.definition import Definition
 from turnlane.table.queue_sql import load_queue_dialect
@@ -67,20 +66,6 @@ class ShardDirectory(Closeable):
                 store = ShardStore(self.get_dialect(shard), self.definition)
                 self._stores[shard.address] = store
             return store
-
-    def open_progress(self, shard: Shard) -> ProgressTable:
-        """Open the recorded progress of a shard's writers; the caller closes it."""
-        return ProgressTable(self.get_dialect(shard), self.definition.name)
-
-    def create_queue(self, shard: Shard) -> None:
-        """Create the queue in a shard's database, unless it exists."""
-        with QueueCatalog(self.get_dialect(shard)) as catalog:
-            catalog.create(self.definition, if_not_exists=True, first_id=shard.first_id)
-
-    def set_first_id(self, shard: Shard) -> None:
-        """Give new events ids of the shard, also in a table that existed before."""
-        with QueueCatalog(self.get_dialect(shard)) as catalog:
-            catalog.set_first_id(self.definition.name, shard.first_id)
 
     def find_newest_map(self, known: ShardMap) -> ShardMap:
         """Return the newest map of all databases; skips databases that do not answer.
