@@ -26,7 +26,7 @@ from turnlane.runtime import Closeable, start_thread
 from turnlane.table.definition import Definition
 from turnlane.table.event import EVENT_COLUMNS, TableEvent
 from turnlane.table.receiver import Receiver
-from turnlane.table.rows import build_block, get_arrow_type
+from turnlane.table.rows import build_block
 from turnlane.table.sharded import ShardedQueue, connect_shards
 from turnlane.table.shards import KeyRange, ShardMap
 from turnlane.validation import ConfigIssue, ContradictorySettings, get_message
@@ -196,7 +196,7 @@ def get_event_schema(definition: Definition) -> pa.Schema:
     """Return the schema of a table's events: turnlane's own columns, then the user's."""
     text = {"event_group", "after_group"}
     own = [pa.field(name, pa.string() if name in text else pa.int64()) for name in EVENT_COLUMNS]
-    users = [pa.field(column.name, get_arrow_type(column)) for column in definition.columns]
+    users = [pa.field(column.name, column.arrow_type) for column in definition.columns]
     return pa.schema([*own, *users])
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Self
 
+import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from turnlane.units import Duration, format_duration
@@ -152,11 +153,12 @@ DEFAULTS = TableSettings()
 
 @dataclass(frozen=True, slots=True)
 class ColumnType:
-    """A type of a user's column: its name in each database."""
+    """A type of a user's column: its name in each database, and its type in Arrow."""
 
     sqlite: str
     postgres: str
     mysql: str
+    arrow: pa.DataType
     arguments: tuple[int, ...] = (0,)
     """How many numbers in parentheses may follow."""
     renders_arguments: bool = True
@@ -178,49 +180,52 @@ class ColumnType:
         return f"{name}({', '.join(map(str, arguments))})"
 
 
-def _define_integer(postgres: str, mysql: str) -> ColumnType:
-    return ColumnType("INTEGER", postgres, mysql, (0, 1), renders_arguments=False, can_be_key=True)
+def _define_integer(postgres: str, mysql: str, arrow: pa.DataType) -> ColumnType:
+    return ColumnType(
+        "INTEGER", postgres, mysql, arrow, (0, 1), renders_arguments=False, can_be_key=True
+    )
 
 
-_DECIMAL: Final = ColumnType("NUMERIC", "NUMERIC", "DECIMAL", (0, 1, 2))
-_BYTES: Final = ColumnType("BLOB", "BYTEA", "LONGBLOB")
-_INT: Final = _define_integer("INTEGER", "INT")
+TIME_TYPE: Final = pa.timestamp("us", tz="UTC")
+_TEXT: Final = pa.string()
+_DECIMAL: Final = ColumnType("NUMERIC", "NUMERIC", "DECIMAL", _TEXT, (0, 1, 2))
+_BYTES: Final = ColumnType("BLOB", "BYTEA", "LONGBLOB", pa.binary())
+_INT: Final = _define_integer("INTEGER", "INT", pa.int32())
 
 TYPES: Final[Mapping[str, ColumnType]] = {
-    "BIGINT": _define_integer("BIGINT", "BIGINT"),
+    "BIGINT": _define_integer("BIGINT", "BIGINT", pa.int64()),
     "INT": _INT,
     "INTEGER": _INT,
-    "SMALLINT": _define_integer("SMALLINT", "SMALLINT"),
-    "BOOLEAN": ColumnType("BOOLEAN", "BOOLEAN", "BOOLEAN"),
-    "REAL": ColumnType("REAL", "REAL", "FLOAT"),
-    "DOUBLE": ColumnType("REAL", "DOUBLE PRECISION", "DOUBLE"),
+    "SMALLINT": _define_integer("SMALLINT", "SMALLINT", pa.int16()),
+    "BOOLEAN": ColumnType("BOOLEAN", "BOOLEAN", "BOOLEAN", pa.bool_()),
+    "REAL": ColumnType("REAL", "REAL", "FLOAT", pa.float32()),
+    "DOUBLE": ColumnType("REAL", "DOUBLE PRECISION", "DOUBLE", pa.float64()),
     "NUMERIC": _DECIMAL,
     "DECIMAL": _DECIMAL,
-    "CHAR": ColumnType("CHAR", "CHAR", "CHAR", (1,)),
-    "VARCHAR": ColumnType("VARCHAR", "VARCHAR", "VARCHAR", (1,), can_be_key=True),
-    "TEXT": ColumnType("TEXT", "TEXT", "LONGTEXT", can_be_key=True),
+    "CHAR": ColumnType("CHAR", "CHAR", "CHAR", _TEXT, (1,)),
+    "VARCHAR": ColumnType("VARCHAR", "VARCHAR", "VARCHAR", _TEXT, (1,), can_be_key=True),
+    "TEXT": ColumnType("TEXT", "TEXT", "LONGTEXT", _TEXT, can_be_key=True),
     "BLOB": _BYTES,
     "BYTEA": _BYTES,
-    "DATE": ColumnType("DATE", "DATE", "DATE"),
-    "TIMESTAMP": ColumnType("TIMESTAMP", "TIMESTAMPTZ", "DATETIME(6)"),
-    "JSON": ColumnType("TEXT", "JSONB", "JSON"),
-    "UUID": ColumnType("TEXT", "UUID", "CHAR(36)"),
+    "DATE": ColumnType("DATE", "DATE", "DATE", pa.date32()),
+    "TIMESTAMP": ColumnType("TIMESTAMP", "TIMESTAMPTZ", "DATETIME(6)", TIME_TYPE),
+    "JSON": ColumnType("TEXT", "JSONB", "JSON", _TEXT),
+    "UUID": ColumnType("TEXT", "UUID", "CHAR(36)", _TEXT),
 }
 
-
-SYSTEM_COLUMNS: Final = (
-    "event_id",
-    "fire_at",
-    "state",
-    "attempts",
-    "priority",
-    "keyspace_id",
-    "event_name",
-    "event_group",
-    "after_group",
-    "last_error",
-)
-"""The columns that every queue table has; a user's column needs another name."""
+SYSTEM_COLUMNS: Final[Mapping[str, pa.DataType]] = {
+    "event_id": pa.int64(),
+    "fire_at": TIME_TYPE,
+    "state": pa.string(),
+    "attempts": pa.int32(),
+    "priority": pa.int16(),
+    "keyspace_id": pa.int64(),
+    "event_name": pa.string(),
+    "event_group": pa.string(),
+    "after_group": pa.string(),
+    "last_error": pa.string(),
+}
+"""The columns that every queue table has, in Arrow's types; a user's column needs another name."""
 
 INSERT_COLUMNS: Final = ("fire_at", "priority", "event_name", "event_group", "after_group")
 """The system columns that an insert may set; turnlane sets the others."""
@@ -234,6 +239,13 @@ class Column:
     type: str
     arguments: tuple[int, ...] = ()
     required: bool = False
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        """Its type in Arrow: a decimal only if it has a precision."""
+        if self.type in {"NUMERIC", "DECIMAL"} and self.arguments:
+            return pa.decimal128(*self.arguments)
+        return TYPES[self.type].arrow
 
     def __str__(self) -> str:
         numbers = f"({', '.join(map(str, self.arguments))})" if self.arguments else ""

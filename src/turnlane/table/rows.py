@@ -18,52 +18,15 @@ import pyarrow.compute as pc
 
 from turnlane.databases import Connection, Dialect, Row, translate_errors
 from turnlane.errors import SchemaMismatch
-from turnlane.table.definition import INSERT_COLUMNS, Column, Definition
+from turnlane.table.definition import INSERT_COLUMNS, SYSTEM_COLUMNS, TIME_TYPE, Definition
 
-# ── types ────────────────────────────────────────────────────────────────────────────────────────
-
-TIME_TYPE: Final = pa.timestamp("us", tz="UTC")
 NANOSECONDS_PER_MICROSECOND: Final = 1_000
-
-_SYSTEM_TYPES: Final[Mapping[str, pa.DataType]] = {
-    "event_id": pa.int64(),
-    "fire_at": TIME_TYPE,
-    "state": pa.string(),
-    "attempts": pa.int32(),
-    "priority": pa.int16(),
-    "keyspace_id": pa.int64(),
-    "event_name": pa.string(),
-    "event_group": pa.string(),
-    "after_group": pa.string(),
-    "last_error": pa.string(),
-}
-_USER_TYPES: Final[Mapping[str, pa.DataType]] = {
-    "BIGINT": pa.int64(),
-    "INT": pa.int32(),
-    "INTEGER": pa.int32(),
-    "SMALLINT": pa.int16(),
-    "BOOLEAN": pa.bool_(),
-    "REAL": pa.float32(),
-    "DOUBLE": pa.float64(),
-    "BLOB": pa.binary(),
-    "BYTEA": pa.binary(),
-    "DATE": pa.date32(),
-    "TIMESTAMP": TIME_TYPE,
-}
-"""All other types are texts, except decimals with a precision."""
-
-
-def get_arrow_type(column: Column) -> pa.DataType:
-    """Return the Arrow type of a user's column."""
-    if column.type in {"NUMERIC", "DECIMAL"} and column.arguments:
-        return pa.decimal128(*column.arguments)
-    return _USER_TYPES.get(column.type, pa.string())
 
 
 def get_schema(definition: Definition) -> pa.Schema:
     """Return all columns of a queue's rows, the system columns first; times in microseconds."""
-    users = {column.name: get_arrow_type(column) for column in definition.columns}
-    return pa.schema([pa.field(name, kind) for name, kind in {**_SYSTEM_TYPES, **users}.items()])
+    users = {column.name: column.arrow_type for column in definition.columns}
+    return pa.schema([pa.field(name, kind) for name, kind in {**SYSTEM_COLUMNS, **users}.items()])
 
 
 # ── from the table ───────────────────────────────────────────────────────────────────────────────

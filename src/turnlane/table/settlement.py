@@ -108,11 +108,8 @@ class Settlement:
 
     def release_slot(self, slot: ReceiverSlot) -> None:
         """Take the events of a receiver that is gone: retry the received, give back the others."""
-        held = [event for event in self._cache.in_flight if event.slot is slot]
-        not_taken = self._revoke(held)
-        self._give_back(not_taken)
-        received = [event for event in held if event not in not_taken]
-        self._retry(received, 0.0, "the receiver went away")
+        events = [event for event in self._cache.in_flight if event.slot is slot]
+        self._return_events(events, 0.0, "the receiver went away")
 
     # ── periodic work ────────────────────────────────────────────────────────────────────────────
 
@@ -126,13 +123,7 @@ class Settlement:
         """Retry overdue events, and check the rows of events that are in flight for a while."""
         overdue = self._cache.in_flight.find_overdue(now)
         if overdue:
-            not_taken = self._revoke(overdue)
-            for event in not_taken:
-                if isinstance(event.slot, ReceiverSlot):
-                    event.slot.stall()
-            self._give_back(not_taken)
-            received = [event for event in overdue if event not in not_taken]
-            self._retry(received, None, LATE_ERROR)
+            self._return_events(overdue, None, LATE_ERROR, stall=True)
         unchecked = self._cache.in_flight.find_unchecked(now)
         if unchecked:
             self._check_rows(unchecked)
@@ -155,11 +146,7 @@ class Settlement:
     def finish(self) -> None:
         """Store the acks and put the events in flight back, before the lease is released."""
         self._store_acks()
-        events = list(self._cache.in_flight)
-        not_taken = self._revoke(events)
-        self._give_back(not_taken)
-        received = [event for event in events if event not in not_taken]
-        self._retry(received, None, "the manager closed")
+        self._return_events(list(self._cache.in_flight), None, "the manager closed")
 
     def abandon(self, error: TurnlaneError) -> None:
         """Revoke events and discard acks: the lease is lost, and nothing can be written."""
@@ -210,6 +197,17 @@ class Settlement:
         self._revoke(settled)
         self._cache.release_keys(settled, self._state.now())
         self._state.counts.acked += len(settled)
+
+    def _return_events(
+        self, events: list[TableEvent], delay: float | None, error: str, *, stall: bool = False
+    ) -> None:
+        """Give back the events that no thread took, and retry the others."""
+        not_taken = self._revoke(events)
+        for event in not_taken if stall else ():
+            if isinstance(event.slot, ReceiverSlot):
+                event.slot.stall()
+        self._give_back(not_taken)
+        self._retry([event for event in events if event not in not_taken], delay, error)
 
     def _give_back(self, events: set[TableEvent]) -> None:
         """Put events that no thread took back into the window: this was not an attempt."""
