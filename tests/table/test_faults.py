@@ -283,7 +283,7 @@ def test_paused_manager_changes_nothing_after_a_takeover(db: DatabaseFixture) ->
 
 def _count_in_flight(manager: Manager) -> int:
     term = manager._term
-    return 0 if term is None else len(term.cache.in_flight)
+    return 0 if term is None else len(term.state.in_flight)
 
 
 def test_every_write_with_an_old_token_is_refused(db: DatabaseFixture) -> None:

@@ -110,7 +110,6 @@ class EventDispatcher:
 
     def __init__(self, state: LeaderState) -> None:
         self._state = state
-        self._cache = state.cache
         rate = state.settings.max_qps
         burst = max(1.0, (rate or 0) / BURSTS_PER_SECOND)
         now = state.clock.monotonic()
@@ -128,15 +127,15 @@ class EventDispatcher:
         if not self._state.lease.can_fire:
             return float("inf")
         database_now = self._state.now()
-        if self._cache.window.has_due(database_now) and self._get_room(slots) > 0:
+        if self._state.window.has_due(database_now) and self._get_room(slots) > 0:
             wait = 0.0 if self._rate is None else self._rate.seconds_until(1, now)
             return max(self._not_before, now + wait)
-        due = self._cache.window.get_next_time()
+        due = self._state.window.get_next_time()
         return float("inf") if due is None else now + max(0, due - database_now) / 1e9
 
     def send_due(self, slots: Sequence[ReceiverSlot]) -> None:
         """Send the events that are due, as many as the limits allow."""
-        state, window = self._state, self._cache.window
+        state, window = self._state, self._state.window
         now = state.clock.monotonic()
         if now < self._not_before or not window.has_due(state.now()) or not self._confirm_lease():
             return
@@ -158,12 +157,12 @@ class EventDispatcher:
         allowed = max(0, self._get_room(slots))
         if self._rate is not None:
             allowed = self._rate.take_available(allowed, now)
-        due = self._cache.window.take(allowed, state.now())
-        if self._cache.key_order is not None:
-            due = self._cache.key_order.admit(due)
-        assignment = assign_events(due, slots, self._cache.get_keyspace_id)
+        due = state.window.take(allowed, state.now())
+        if state.key_order is not None:
+            due = state.key_order.admit(due)
+        assignment = assign_events(due, slots, state.get_keyspace_id)
         without_room += assignment.without_room
-        self._cache.leave_in_table(assignment.without_receiver)
+        state.leave_in_table(assignment.without_receiver)
         sent = self._mark_and_send(assignment, now)
         if self._rate is not None:
             self._rate.give_back(allowed - sent)
@@ -183,9 +182,9 @@ class EventDispatcher:
         now = state.clock.monotonic()
         if (
             not state.lease.can_fire
-            or self._cache.key_order is not None
+            or state.key_order is not None
             or self._get_room(slots) < len(rows)
-            or self._cache.window.has_due(state.now())
+            or state.window.has_due(state.now())
             or not all(slot.key_range.is_whole for slot in slots)
         ):
             return False
@@ -194,7 +193,7 @@ class EventDispatcher:
         values = [tuple(row.values()) for row in rows]
         ids = state.store.insert_fired(state.token, columns, values)
         # The events are stored. send_due() sends them in this step; if it fails, it tries again.
-        self._cache.window.add(self._make_events(columns, ids, values, now), state.now())
+        state.window.add(self._make_events(columns, ids, values, now), state.now())
         return True
 
     def _make_events(
@@ -215,7 +214,7 @@ class EventDispatcher:
         """Return how many more events may be in flight, apart from the rate limit."""
         room = sum(slot.room for slot in slots)
         limit = self._state.settings.max_concurrency
-        return room if limit is None else min(room, limit - len(self._cache.in_flight))
+        return room if limit is None else min(room, limit - len(self._state.in_flight))
 
     def _confirm_lease(self) -> bool:
         """Whether the lease is still ours after slow calls of the database; renews it if due."""
@@ -233,7 +232,7 @@ class EventDispatcher:
         chosen = [event for _, events in assignment.sent for event in events]
         unmarkable = self._mark_where_needed(chosen, now)
         if not self._confirm_lease():
-            self._cache.window.put_back([event for event in chosen if event not in unmarkable])
+            self._state.window.put_back([event for event in chosen if event not in unmarkable])
             return 0
         sent = 0
         for slot, mine in assignment.sent:
@@ -247,7 +246,7 @@ class EventDispatcher:
         state = self._state
         for event in events:
             event.slot = slot
-        self._cache.in_flight.add(events, now)
+        state.in_flight.add(events, now)
         slot.load += len(events)
         state.counts.fired += len(events)
         state.counts.fire_lag.add(events, state.now())
@@ -277,7 +276,7 @@ class EventDispatcher:
             if unmarkable:
                 self._read_again(unmarkable)
         except BaseException:
-            self._cache.window.put_back(events)
+            self._state.window.put_back(events)
             raise
         return unmarkable
 
@@ -290,8 +289,8 @@ class EventDispatcher:
         rows = state.store.read_ids(state.token, [event.id for event in events])
         found = {row[0] for row in rows}
         now, window_end = state.now(), state.get_window_end()
-        self._cache.release_keys([event for event in events if event.id not in found], now)
+        state.release_keys([event for event in events if event.id not in found])
         again = [TableEvent(row, state.manager, 0.0) for row in rows if row[1] <= window_end]
-        self._cache.window.add(
+        state.window.add(
             [event.copy_for_retry(max(event.fire_at, now + MARK_RETRY), 0) for event in again], now
         )

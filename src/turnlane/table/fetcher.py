@@ -205,7 +205,7 @@ class RowFinder:
     def __init__(self, state: LeaderState) -> None:
         self._state = state
         self._store = state.store
-        self._backlogs = state.cache.backlogs
+        self._backlogs = state.backlogs
         settings = state.settings
         self._sweep_interval = min(SWEEP_SECONDS, settings.window / 3)
         self._full_sweep_interval = (
@@ -312,7 +312,7 @@ class RowFinder:
         self._backlogs.move_back_to(after)
         ranges = self._backlogs.ranges_without_backlog
         rows: list[Row] = []
-        skippable = self._state.cache.find_skippable_ranges(after) if after[0] < now else ()
+        skippable = self._state.find_skippable_ranges(after) if after[0] < now else ()
         if skippable:
             rows = self._read_due(after, now, limit, subtract_ranges(ranges, skippable))
             # Rows that are not due yet are read for all keys.
@@ -391,8 +391,7 @@ class Fetcher:
 
     def __init__(self, state: LeaderState) -> None:
         self._state = state
-        self._cache = state.cache
-        self._backlogs = state.cache.backlogs
+        self._backlogs = state.backlogs
         self._can_listen = get_queue_sql(state.store.dialect).has_wake_trigger
         self.finder = RowFinder(state)
         self._is_listening = False
@@ -412,8 +411,8 @@ class Fetcher:
             rows = self.finder.read_backlog(key_range, room)
             self._add_to_window(self._make_events(rows, now))
         self._has_wanted_backlog = any(key_range in self._backlogs for key_range in wanted)
-        if room and self._cache.key_order is not None:
-            self._read_key_backlogs(self._cache.key_order, room, now)
+        if room and self._state.key_order is not None:
+            self._read_key_backlogs(self._state.key_order, room, now)
         self._fit_window()
 
     def get_next_time(self) -> float:
@@ -441,7 +440,7 @@ class Fetcher:
         window_end, fresh_until = state.get_window_end(), state.now() + FRESH_NANOSECONDS
         return [
             TableEvent(row, state.manager, now if row[1] <= fresh_until else float("-inf"))
-            for row in self._cache.filter_not_cached(rows)
+            for row in state.filter_not_cached(rows)
             if row[1] <= window_end
         ]
 
@@ -449,19 +448,19 @@ class Fetcher:
         """Remove events of key ranges with a backlog: they are read later."""
         if not self._backlogs:
             return events
-        left = {event for event in events if self._cache.find_range(event) in self._backlogs}
-        self._cache.leave_in_table(left)
+        left = {event for event in events if self._state.find_range(event) in self._backlogs}
+        self._state.leave_in_table(left)
         return [event for event in events if event not in left]
 
     def _add_to_window(self, events: Sequence[TableEvent]) -> None:
-        state, order = self._state, self._cache.key_order
+        state, order = self._state, self._state.key_order
         free = [event for event in events if event.after_group is None]
         if order is not None:
             now = state.now()
             free = [
                 event for event in free if event.fire_at > now or not order.is_in_backlog(event)
             ]
-        self._cache.window.add(free, state.now())
+        state.window.add(free, state.now())
         groups = {group for event in events if (group := event.after_group) is not None}
         if groups:
             # The groups that events wait for may be done already.
@@ -470,7 +469,7 @@ class Fetcher:
     # ── keys with a backlog ──────────────────────────────────────────────────────────────────────
 
     def _find_key_backlogs(self) -> dict[Hashable, KeyBacklog]:
-        order = self._cache.key_order
+        order = self._state.key_order
         return {} if order is None else order.find_readable_backlogs()
 
     def _read_key_backlogs(self, order: KeyOrder, room: int, now: float) -> None:
@@ -486,7 +485,7 @@ class Fetcher:
         rows, end = self.finder.read_key_backlogs(key_backlogs.values(), limit)
         order.advance(key_backlogs, end)
         ready = order.add_from_backlog(self._make_events(rows, now))
-        self._cache.window.add(ready, self._state.now())
+        self._state.window.add(ready, self._state.now())
 
     # ── room in memory ───────────────────────────────────────────────────────────────────────────
 
@@ -497,7 +496,7 @@ class Fetcher:
         ahead: the rows of events that wait long in memory have to be checked again.
         """
         limit = self._max_due
-        waiting = self._cache.window.count_due(self._state.now())
+        waiting = self._state.window.count_due(self._state.now())
         return limit - waiting if waiting <= limit // 2 else 0
 
     @property
@@ -507,7 +506,7 @@ class Fetcher:
     @property
     def _max_waiting(self) -> int:
         """The most events in the window; events that wait behind a key take room too."""
-        return self._state.settings.window_events - self._cache.waiting_behind_key
+        return self._state.settings.window_events - self._state.waiting_behind_key
 
     def _make_room(self) -> int:
         """Leave events of crowded key ranges in the table; returns the room after that."""
@@ -517,21 +516,21 @@ class Fetcher:
         share = max(1, self._max_due // (4 * len(ranges)))
         kept: Counter[KeyRange] = Counter()
         removed = []
-        for event in self._cache.window.list_due(self._state.now()):
-            key_range = self._cache.find_range(event)
+        for event in self._state.window.list_due(self._state.now()):
+            key_range = self._state.find_range(event)
             kept[key_range] += 1
             if kept[key_range] > share:
                 removed.append(event)
-        self._cache.window.discard_due(removed)
-        self._cache.leave_in_table(removed)
+        self._state.window.discard_due(removed)
+        self._state.leave_in_table(removed)
         return self._get_room()
 
     def _find_wanted_backlogs(self, slots: Sequence[ReceiverSlot]) -> list[KeyRange]:
         """Return key ranges with a backlog, no event in memory, and a receiver with room."""
         if not self._backlogs:
             return []
-        due = self._cache.window.list_due(self._state.now())
-        in_memory = {self._cache.find_range(event) for event in due}
+        due = self._state.window.list_due(self._state.now())
+        in_memory = {self._state.find_range(event) for event in due}
         free = [slot.key_range for slot in slots if slot.room]
         return [
             key_range
@@ -541,11 +540,11 @@ class Fetcher:
 
     def _fit_window(self) -> None:
         """Move the window's end nearer while the window is too full, and back when it is not."""
-        cache, limit = self._cache, self._max_waiting
-        if len(cache.window) > limit:
-            first_removed = cache.window.trim(limit * 3 // 4)
+        state, limit = self._state, self._max_waiting
+        if len(state.window) > limit:
+            first_removed = state.window.trim(limit * 3 // 4)
             if first_removed is not None:
-                cache.window_end_limit = first_removed - 1
-        elif cache.window_end_limit < MAX_FIRE_TIME and len(cache.window) <= limit // 2:
-            cache.window_end_limit = MAX_FIRE_TIME
+                state.window_end_limit = first_removed - 1
+        elif state.window_end_limit < MAX_FIRE_TIME and len(state.window) <= limit // 2:
+            state.window_end_limit = MAX_FIRE_TIME
             self.finder.sweep_soon()

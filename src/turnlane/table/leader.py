@@ -48,7 +48,7 @@ from turnlane.table.definition import Definition
 from turnlane.table.dispatcher import EventDispatcher
 from turnlane.table.event import TableEvent
 from turnlane.table.fetcher import FIRST_POSITION, Fetcher, RowFinder
-from turnlane.table.leader_state import EventCache, LeaderState, ManagerCounts, ReceiverSlot
+from turnlane.table.leader_state import LeaderState, ManagerCounts, ReceiverSlot
 from turnlane.table.lease import LeaderLease
 from turnlane.table.queue_sql import get_queue_sql
 from turnlane.table.receiver import ManagerHandle
@@ -97,13 +97,11 @@ class LeaderTerm:
         clock: Clock,
         chance: Callable[[], float],
     ) -> None:
-        assert lease.token is not None
-        self.cache = EventCache(store.definition)
-        self._state = LeaderState(store, lease, lease.token, manager, counts, clock, self.cache)
-        self._fetcher = Fetcher(self._state)
-        self.dispatcher = EventDispatcher(self._state)
-        self.settlement = Settlement(self._state, chance, self.finder)
-        self.collector = Collector(store, self.cache, self.settlement.retry_forgotten)
+        self.state = LeaderState(store, lease, manager, counts, clock)
+        self._fetcher = Fetcher(self.state)
+        self.dispatcher = EventDispatcher(self.state)
+        self.settlement = Settlement(self.state, chance, self.finder)
+        self.collector = Collector(self.state, self.settlement.retry_forgotten)
         self.schedule_runner = ScheduleRunner(store)
 
     @property
@@ -113,30 +111,29 @@ class LeaderTerm:
 
     def begin(self) -> None:
         """Read the state of the table, once."""
-        state = self._state
+        state = self.state
         now = state.clock.monotonic()
         last_id = self.finder.start()
         if not state.lease.was_released:
             self.dispatcher.mark_up_to(last_id)
-        self.collector.start(now, wait_for_acks=not state.lease.was_released)
-        if self.cache.key_order is not None:
+        if state.key_order is not None:
             for row in state.store.read_retried(state.token):
-                self.cache.key_order.mark_busy(TableEvent(row, state.manager, now))
+                state.key_order.mark_busy(TableEvent(row, state.manager, now))
 
     def step(self, slots: Sequence[ReceiverSlot]) -> None:
         """Do the work that is due now. If it raises an error of the store, it may be repeated."""
-        state = self._state
+        state = self.state
         now = state.clock.monotonic()
         self.settlement.store_due_acks(now)
         self.settlement.check_in_flight(now)
-        if self.cache.in_flight:
+        if state.in_flight:
             state.lease.renew_if_due(needs_write_proof=True)
         if self.schedule_runner.run_once(state.token, now, state.now()):
             self.finder.poll_soon()
         if slots:
             self._fetcher.read(now, slots)
             self.dispatcher.send_due(slots)
-        if self.collector.run_once(state.token, now, state.now()):
+        if self.collector.run_once(now):
             self.finder.sweep_soon()
         self._fetcher.update_listening()
 
@@ -145,11 +142,11 @@ class LeaderTerm:
         times = [
             self.collector.next_time,
             self.schedule_runner.next_time,
-            self._state.lease.get_next_time(),
+            self.state.lease.get_next_time(),
             self.settlement.get_next_time(),
         ]
         if slots:
-            now = self._state.clock.monotonic()
+            now = self.state.clock.monotonic()
             times += [self._fetcher.get_next_time(), self.dispatcher.get_next_time(slots, now)]
         return min(times)
 
@@ -162,52 +159,44 @@ class Collector:
     events that wait behind one of their key.
     """
 
-    def __init__(
-        self, store: TableStore, cache: EventCache, retry: Callable[[list[Row]], None]
-    ) -> None:
-        settings = store.definition.settings
-        self._store = store
-        self._timeout = settings.ack_timeout
-        self._retention = round(settings.retention * 1e9)
-        self._interval = min(COLLECT_SECONDS, settings.ack_timeout / 2)
-        self._cache = cache
+    def __init__(self, state: LeaderState, retry: Callable[[list[Row]], None]) -> None:
+        self._state = state
         self._retry = retry
-        self.next_time = self._not_before = self._next_full = float("-inf")
-
-    def start(self, now: float, *, wait_for_acks: bool) -> None:
-        """Begin a term; ``wait_for_acks``: receivers of the last leader may still ack."""
-        self._not_before = now + self._timeout if wait_for_acks else now
+        timeout, now = state.settings.ack_timeout, state.clock.monotonic()
+        self._interval = min(COLLECT_SECONDS, timeout / 2)
         self.next_time = now + self._interval
+        # Unless the last leader released the lease, its receivers may still ack.
+        self._not_before = now if state.lease.was_released else now + timeout
         self._next_full = float("-inf")
 
-    def run_once(self, token: int, now: float, database_now: int) -> bool:
+    def run_once(self, now: float) -> bool:
         """Do one round, if it is due; whether events were released that the window lacks."""
         if now < self.next_time:
             return False
-        has_more = self._retry_forgotten(now, database_now)
-        deleted = self._store.delete_old_acked(token, database_now - self._retention)
-        released = self._store.release_groups(token)
+        state = self._state
+        has_more = self._retry_forgotten(now)
+        old = state.now() - round(state.settings.retention * 1e9)
+        has_more |= state.store.delete_old_acked(state.token, old) == BATCH_SIZE
+        released = state.store.release_groups(state.token)
         # Keys may wait for a retry which a user acked or cancelled in the table.
-        busy = self._cache.find_busy_not_cached()
+        busy = state.find_busy_not_cached()
         if busy:
-            settled = set(busy) - self._store.find_open(busy)
-            self._cache.release_keys_of_ids(settled, database_now)
-        has_more = has_more or deleted == BATCH_SIZE
+            state.release_keys_of_ids(set(busy) - state.store.find_open(busy))
         self.next_time = now + (COLLECT_BEHIND_SECONDS if has_more else self._interval)
         return released > 0
 
-    def _retry_forgotten(self, now: float, database_now: int) -> bool:
+    def _retry_forgotten(self, now: float) -> bool:
         """Retry fired events that no manager knows; whether there are more."""
         if now < self._not_before:
             return False
-        since = database_now - COLLECT_LOOKBACK
+        state = self._state
+        since = state.now() - COLLECT_LOOKBACK
         if now >= self._next_full:
             since = FIRST_POSITION[0]
             self._next_full = now + FULL_COLLECT_SECONDS
-        until = database_now - round(self._timeout * 1e9)
-        limit = BATCH_SIZE + len(self._cache.in_flight)
-        rows = self._store.read_old_fired(since, until, limit)
-        forgotten = [row for row in rows if not self._cache.is_cached(row[0])]
+        until = state.now() - round(state.settings.ack_timeout * 1e9)
+        rows = state.store.read_old_fired(since, until, BATCH_SIZE + len(state.in_flight))
+        forgotten = [row for row in rows if not state.is_cached(row[0])]
         if forgotten:
             self._retry(forgotten)
         return len(forgotten) >= BATCH_SIZE
@@ -266,7 +255,7 @@ class Vacuum(Closeable):
     """
 
     def __init__(self, dialect: Dialect, definition: Definition, clock: Clock) -> None:
-        self._statements: Sequence[str] = get_queue_sql(dialect).vacuum(definition)
+        self.statements: Sequence[str] = get_queue_sql(dialect).vacuum(definition)
         self._session = Session(dialect)
         self._clock = clock
         self._name = definition.name
@@ -278,7 +267,7 @@ class Vacuum(Closeable):
     def run_once(self, settled: int) -> bool:
         """Start a vacuum if enough of all ``settled`` events are new; whether it did. No wait."""
         if (
-            not self._statements
+            not self.statements
             or settled - self._settled < VACUUM_AFTER_EVENTS
             or (self._thread is not None and self._thread.is_alive())
             or self._clock.monotonic() < self._not_before
@@ -299,7 +288,7 @@ class Vacuum(Closeable):
     def _run(self) -> None:
         started = self._clock.monotonic()
         try:
-            for statement in self._statements:
+            for statement in self.statements:
                 self._session.change(statement)
         except (DatabaseDown, DatabaseReadOnly, self._session.dialect.error) as error:
             if not (self._is_closing and isinstance(error, DatabaseDown)):

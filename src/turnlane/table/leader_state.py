@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from turnlane.clock import Clock
 from turnlane.databases import Row
-from turnlane.table.definition import Definition, TableOrdering, TableSettings
+from turnlane.table.definition import Definition, TableOrdering
 from turnlane.table.event import TableEvent
 from turnlane.table.lease import LeaderLease
 from turnlane.table.ordering import KeyOrder
@@ -313,23 +313,50 @@ def _split(acks: Mapping[int, TableEvent]) -> tuple[list[int], set[str]]:
     return list(acks), {event.group for event in acks.values() if event.group is not None}
 
 
-class EventCache:
-    """All events in a manager's memory, each in exactly one of its structures.
+class LeaderState:
+    """One shard's table during one term of a manager, and all its events in memory.
 
-    An event waits in the window, or behind another event of its key; it is in flight; or its ack
-    waits to be stored. Other events are in the table only, and the backlogs say where.
+    Each event is in exactly one structure: the window, the events that wait behind a key, the
+    events in flight, or the ack buffer. Other events are in the table only, and the backlogs say
+    where. Used by the manager's thread only.
     """
 
-    def __init__(self, definition: Definition) -> None:
-        timeout = definition.settings.ack_timeout
+    def __init__(
+        self,
+        store: TableStore,
+        lease: LeaderLease,
+        manager: ManagerHandle,
+        counts: ManagerCounts,
+        clock: Clock,
+    ) -> None:
+        assert lease.token is not None
+        self.store = store
+        self.lease = lease
+        self.token = lease.token
+        self.manager = manager
+        """The manager, which takes the acks of its events."""
+        self.counts = counts
+        self.clock = clock
+        self.settings = store.definition.settings
+        timeout = self.settings.ack_timeout
         self.window = Window()
         self.in_flight = InFlightEvents(timeout, min(CHECK_AFTER, timeout / 3))
         self.ack_buffer = AckBuffer()
-        self.key_order = self._make_key_order(definition)
+        self.key_order = self._make_key_order(store.definition)
         self.window_end_limit = MAX_FIRE_TIME
         """The last fire time for which the window has room."""
         self.backlogs = RangeBacklogs()
-        self._shard_by = definition.shard_by
+        self._shard_by = store.definition.shard_by
+
+    def now(self) -> int:
+        """Return the database's clock."""
+        return self.lease.now()
+
+    def get_window_end(self) -> int:
+        """Return the end of the window by the database's clock; nearer while memory is full."""
+        now = self.now()
+        full_window = now + round(self.settings.window * 1e9)
+        return max(now, min(full_window, self.window_end_limit))
 
     @property
     def waiting_behind_key(self) -> int:
@@ -359,17 +386,17 @@ class EventCache:
             row for row in rows if not (row[0] in in_flight or row[0] in window or row[0] in acks)
         ]
 
-    def release_keys(self, events: Iterable[TableEvent], now: int) -> None:
+    def release_keys(self, events: Iterable[TableEvent]) -> None:
         """Release the keys of settled events: the next event of each key may fire."""
         if self.key_order is None:
             return
         following = map(self.key_order.release, events)
-        self.window.add([event for event in following if event is not None], now)
+        self.window.add([event for event in following if event is not None], self.now())
 
-    def release_keys_of_ids(self, ids: Container[int], now: int) -> None:
+    def release_keys_of_ids(self, ids: Container[int]) -> None:
         """Release the keys of settled events that are not in memory."""
         if self.key_order is not None:
-            self.window.add(self.key_order.release_ids(ids), now)
+            self.window.add(self.key_order.release_ids(ids), self.now())
 
     def find_busy_not_cached(self) -> list[int]:
         """Return events that make keys busy and are not in memory: their retries are far off."""
@@ -426,32 +453,3 @@ class EventCache:
                     return KeyRange(start, start + 1)  # only this key
 
                 return KeyOrder(get_key, get_key_range, max_waiting)
-
-
-@dataclass(frozen=True, slots=True)
-class LeaderState:
-    """One shard's table during one term of a manager. Used by the manager's thread only."""
-
-    store: TableStore
-    lease: LeaderLease
-    token: int
-    manager: ManagerHandle
-    """The manager, which takes the acks of its events."""
-    counts: ManagerCounts
-    clock: Clock
-    cache: EventCache
-
-    @property
-    def settings(self) -> TableSettings:
-        """The queue's options."""
-        return self.store.definition.settings
-
-    def now(self) -> int:
-        """Return the database's clock."""
-        return self.lease.now()
-
-    def get_window_end(self) -> int:
-        """Return the end of the window by the database's clock; nearer while memory is full."""
-        now = self.now()
-        full_window = now + round(self.settings.window * 1e9)
-        return max(now, min(full_window, self.cache.window_end_limit))

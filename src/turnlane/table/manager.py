@@ -103,13 +103,13 @@ class Manager(Closeable):
     def waiting(self) -> int:
         """How many events wait in memory."""
         term = self._term
-        return 0 if term is None else term.cache.waiting
+        return 0 if term is None else term.state.waiting
 
     @property
     def in_flight(self) -> int:
         """How many events are fired and not settled."""
         term = self._term
-        return 0 if term is None else len(term.cache.in_flight)
+        return 0 if term is None else len(term.state.in_flight)
 
     @property
     def receivers(self) -> int:
@@ -238,7 +238,7 @@ class Manager(Closeable):
         self._lease.forget()
         term, self._term = self._term, None
         if term is not None:
-            self.lost_acks += len(term.cache.ack_buffer)
+            self.lost_acks += len(term.state.ack_buffer)
             term.settlement.abandon(error)
         self._drop_acks()
 
@@ -248,7 +248,7 @@ class Manager(Closeable):
             time = self._lease.get_next_time()
         else:
             time = term.get_next_time(list(self._slots.values()))
-            in_flight = len(term.cache.in_flight)
+            in_flight = len(term.state.in_flight)
             self._wake_acks = max(1, min(WAKE_ACKS, in_flight // 2))
             if in_flight:
                 time = min(time, self._clock.monotonic() + INBOX_POLL)
@@ -341,7 +341,7 @@ class Manager(Closeable):
         else:
             self._take_acks(self._term)
             slot = None if receiver is None else self._slots.get(receiver)
-            self._term.cache.ack_buffer.add_waiter(waiter, slot)
+            self._term.state.ack_buffer.add_waiter(waiter, slot)
 
     def _enqueue(self, rows: Sequence[Mapping[str, Any]], waiter: Future[None]) -> None:
         term, slots = self._term, list(self._slots.values())
@@ -386,7 +386,7 @@ class Manager(Closeable):
         except (DatabaseDown, DatabaseReadOnly, LeadLost) as error:
             log.warning("table.close_incomplete", queue=self._name, error=error)
         if self._term is not None:
-            self.lost_acks += len(self._term.cache.ack_buffer)
+            self.lost_acks += len(self._term.state.ack_buffer)
             self._term.settlement.abandon(QueueClosed("the manager is closed"))
             self._term = None
         self._has_ended = True

@@ -67,7 +67,6 @@ class Settlement:
 
     def __init__(self, state: LeaderState, chance: Callable[[], float], finder: RowFinder) -> None:
         self._state = state
-        self._cache = state.cache
         self._policy = RetryPolicy(state.settings, chance)
         self._finder = finder
 
@@ -85,52 +84,52 @@ class Settlement:
                 landed.append(current)
                 if current is not event:
                     sent_again.append(current)
-        self._cache.ack_buffer.add(events, self._state.clock.monotonic())
-        self._cache.release_keys(landed, self._state.now())
+        self._state.ack_buffer.add(events, self._state.clock.monotonic())
+        self._state.release_keys(landed)
         self._state.counts.ack_lag.add(landed, self._state.now())
         self._revoke(sent_again)
 
     def ack_ids(self, ids: Sequence[int]) -> None:
         """Take acks by id; acks of events that were never fired change nothing."""
         landed = [event for event in map(self._remove_from_flight, ids) if event is not None]
-        self._cache.ack_buffer.add(landed, self._state.clock.monotonic())
-        self._cache.release_keys(landed, self._state.now())
+        self._state.ack_buffer.add(landed, self._state.clock.monotonic())
+        self._state.release_keys(landed)
         self._revoke(landed)
         known = {event.id for event in landed}
         unknown = [each for each in ids if each not in known and self._may_have_fired(each)]
         if unknown:
-            self._cache.ack_buffer.add_unconfirmed(unknown, self._state.clock.monotonic())
+            self._state.ack_buffer.add_unconfirmed(unknown, self._state.clock.monotonic())
 
     def nack(self, events: Sequence[TableEvent], delay: float | None, error: str | None) -> None:
         """Retry the events that are in flight; ignore the others."""
-        in_flight = [event for event in events if self._cache.in_flight.get(event.id) is event]
+        in_flight = [event for event in events if self._state.in_flight.get(event.id) is event]
         self._retry(in_flight, delay, error or "nacked")
 
     def release_slot(self, slot: ReceiverSlot) -> None:
         """Take the events of a receiver that is gone: retry the received, give back the others."""
-        events = [event for event in self._cache.in_flight if event.slot is slot]
+        events = [event for event in self._state.in_flight if event.slot is slot]
         self._return_events(events, 0.0, "the receiver went away")
 
     # ── periodic work ────────────────────────────────────────────────────────────────────────────
 
     def store_due_acks(self, now: float) -> None:
         """Store the buffered acks, if it is time to."""
-        due = self._cache.ack_buffer.get_next_time()
+        due = self._state.ack_buffer.get_next_time()
         if due is not None and due <= now:
             self._store_acks()
 
     def check_in_flight(self, now: float) -> None:
         """Retry overdue events, and check the rows of events that are in flight for a while."""
-        overdue = self._cache.in_flight.find_overdue(now)
+        overdue = self._state.in_flight.find_overdue(now)
         if overdue:
             self._return_events(overdue, None, LATE_ERROR, stall=True)
-        unchecked = self._cache.in_flight.find_unchecked(now)
+        unchecked = self._state.in_flight.find_unchecked(now)
         if unchecked:
             self._check_rows(unchecked)
 
     def get_next_time(self) -> float:
         """Return when there are acks to store or events to check, in monotonic seconds."""
-        times = (self._cache.ack_buffer.get_next_time(), self._cache.in_flight.get_next_time())
+        times = (self._state.ack_buffer.get_next_time(), self._state.in_flight.get_next_time())
         return min((time for time in times if time is not None), default=float("inf"))
 
     def retry_forgotten(self, rows: Sequence[Row]) -> None:
@@ -146,36 +145,36 @@ class Settlement:
     def finish(self) -> None:
         """Store the acks and put the events in flight back, before the lease is released."""
         self._store_acks()
-        self._return_events(list(self._cache.in_flight), None, "the manager closed")
+        self._return_events(list(self._state.in_flight), None, "the manager closed")
 
     def abandon(self, error: TurnlaneError) -> None:
         """Revoke events and discard acks: the lease is lost, and nothing can be written."""
-        self._revoke(list(self._cache.in_flight))
-        self._cache.ack_buffer.discard(error)
+        self._revoke(list(self._state.in_flight))
+        self._state.ack_buffer.discard(error)
 
     # ── helpers ──────────────────────────────────────────────────────────────────────────────────
 
     def _store_acks(self) -> None:
         state = self._state
         now = state.clock.monotonic()
-        stored, released = self._cache.ack_buffer.store(state.store, state.token, now)
+        stored, released = state.ack_buffer.store(state.store, state.token, now)
         state.counts.acked += stored
         self._finder.request(released)
 
     def _remove_from_flight(self, event_id: int) -> TableEvent | None:
-        event = self._cache.in_flight.pop(event_id)
+        event = self._state.in_flight.pop(event_id)
         if event is not None and isinstance(event.slot, ReceiverSlot):
             event.slot.load -= 1
         return event
 
     def _discard(self, event: TableEvent) -> None:
         """Cancel the retry of an event that waits for it, in memory or in the table."""
-        self._cache.window.discard(event.id)
-        self._cache.release_keys([event], self._state.now())
+        self._state.window.discard(event.id)
+        self._state.release_keys([event])
 
     def _may_have_fired(self, event_id: int) -> bool:
         """Whether an event that is not in flight may have been; the table knows for certain."""
-        waiting = self._cache.window.get(event_id)
+        waiting = self._state.window.get(event_id)
         if waiting is None:
             return True
         if waiting.attempts:
@@ -195,7 +194,7 @@ class Settlement:
         for event in settled:
             self._remove_from_flight(event.id)
         self._revoke(settled)
-        self._cache.release_keys(settled, self._state.now())
+        self._state.release_keys(settled)
         self._state.counts.acked += len(settled)
 
     def _return_events(
@@ -221,9 +220,9 @@ class Settlement:
                 continue
             self._remove_from_flight(event.id)
             if event.is_marked and event.id not in unmarked:
-                self._cache.release_keys([event], now)
+                self._state.release_keys([event])
             else:
-                self._cache.window.add([event.copy_for_retry(event.fire_at, 0)], now)
+                self._state.window.add([event.copy_for_retry(event.fire_at, 0)], now)
 
     def _retry(self, events: list[TableEvent], delay: float | None, error: str) -> None:
         """Put events back into the table, to fire again or as dead letters."""
@@ -246,12 +245,12 @@ class Settlement:
             decision = decisions[event.id]
             if event.id not in open_ids or decision.state == "dead":
                 state.counts.dead += event.id in open_ids
-                self._cache.release_keys([event], now)
+                state.release_keys([event])
                 continue
             state.counts.retried += 1
             again = event.copy_for_retry(now + decision.delay + RETRY_MARGIN, 1)
             if again.fire_at <= window_end:
-                self._cache.window.add([again], now)
+                state.window.add([again], now)
 
     def _find_locked(self, ids: set[int]) -> set[int]:
         """Return the open events among ids that could not be changed: their rows are locked."""
