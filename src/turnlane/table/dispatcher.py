@@ -114,13 +114,9 @@ class EventDispatcher:
         burst = max(1.0, (rate or 0) / BURSTS_PER_SECOND)
         now = state.clock.monotonic()
         self._rate = None if rate is None else TokenBucket(rate, burst, now, tokens=burst)
-        self._doubtful_until = 0
-        """Events up to this id are marked before they are sent."""
+        self.doubtful_until = 0
+        """Events up to this id are marked before they are sent: one may have killed a leader."""
         self._not_before = float("-inf")
-
-    def mark_up_to(self, last_id: int) -> None:
-        """Mark all events up to an id before they are sent: one may have killed the last leader."""
-        self._doubtful_until = last_id
 
     def get_next_time(self, slots: Sequence[ReceiverSlot], now: float) -> float:
         """Return when to send again, in monotonic seconds."""
@@ -229,28 +225,25 @@ class EventDispatcher:
 
     def _mark_and_send(self, assignment: Assignment, now: float) -> int:
         """Mark the events that need it, then send; returns how many were sent."""
+        state = self._state
         chosen = [event for _, events in assignment.sent for event in events]
         unmarkable = self._mark_where_needed(chosen, now)
         if not self._confirm_lease():
-            self._state.window.put_back([event for event in chosen if event not in unmarkable])
+            state.window.put_back([event for event in chosen if event not in unmarkable])
             return 0
         sent = 0
         for slot, mine in assignment.sent:
+            assert slot.receiver is not None
             events = [event for event in mine if event not in unmarkable] if unmarkable else mine
-            self._send(slot, events, self._state.clock.monotonic())
+            for event in events:
+                event.slot = slot
+            state.in_flight.add(events, state.clock.monotonic())
+            slot.load += len(events)
+            state.counts.fired += len(events)
+            state.counts.fire_lag.add(events, state.now())
+            slot.receiver.offer(state.manager, events)
             sent += len(events)
         return sent
-
-    def _send(self, slot: ReceiverSlot, events: list[TableEvent], now: float) -> None:
-        assert slot.receiver is not None
-        state = self._state
-        for event in events:
-            event.slot = slot
-        state.in_flight.add(events, now)
-        slot.load += len(events)
-        state.counts.fired += len(events)
-        state.counts.fire_lag.add(events, state.now())
-        slot.receiver.offer(state.manager, events)
 
     def _mark_where_needed(self, events: list[TableEvent], now: float) -> set[TableEvent]:
         """Mark events that need a mark; returns the events that must not be sent."""
@@ -258,7 +251,7 @@ class EventDispatcher:
             event
             for event in events
             if event.read_at < now - MAX_UNMARKED_AGE
-            or ((event.id <= self._doubtful_until or event.attempts) and not event.is_marked)
+            or ((event.id <= self.doubtful_until or event.attempts) and not event.is_marked)
         ]
         if not stale:
             return set()

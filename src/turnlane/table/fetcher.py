@@ -312,7 +312,10 @@ class RowFinder:
         self._backlogs.move_back_to(after)
         ranges = self._backlogs.ranges_without_backlog
         rows: list[Row] = []
-        skippable = self._state.find_skippable_ranges(after) if after[0] < now else ()
+        skippable: Sequence[KeyRange] = ()
+        order = self._state.key_order
+        if order is not None and after[0] < now:
+            skippable = order.find_skippable_ranges(after, self._state.is_cached)
         if skippable:
             rows = self._read_due(after, now, limit, subtract_ranges(ranges, skippable))
             # Rows that are not due yet are read for all keys.
@@ -437,10 +440,19 @@ class Fetcher:
     def _make_events(self, rows: Sequence[Row], now: float) -> list[TableEvent]:
         """Make events of the rows that are not in memory and lie within the window."""
         state = self._state
+        if state.key_order is not None:
+            rows = [row for row in rows if not state.is_cached(row[0])]
+        else:
+            in_flight, window, acks = state.in_flight.ids, state.window.ids, state.ack_buffer.ids
+            rows = [
+                row
+                for row in rows
+                if not (row[0] in in_flight or row[0] in window or row[0] in acks)
+            ]
         window_end, fresh_until = state.get_window_end(), state.now() + FRESH_NANOSECONDS
         return [
             TableEvent(row, state.manager, now if row[1] <= fresh_until else float("-inf"))
-            for row in state.filter_not_cached(rows)
+            for row in rows
             if row[1] <= window_end
         ]
 

@@ -115,7 +115,7 @@ class LeaderTerm:
         now = state.clock.monotonic()
         last_id = self.finder.start()
         if not state.lease.was_released:
-            self.dispatcher.mark_up_to(last_id)
+            self.dispatcher.doubtful_until = last_id
         if state.key_order is not None:
             for row in state.store.read_retried(state.token):
                 state.key_order.mark_busy(TableEvent(row, state.manager, now))
@@ -178,10 +178,11 @@ class Collector:
         old = state.now() - round(state.settings.retention * 1e9)
         has_more |= state.store.delete_old_acked(state.token, old) == BATCH_SIZE
         released = state.store.release_groups(state.token)
-        # Keys may wait for a retry which a user acked or cancelled in the table.
-        busy = state.find_busy_not_cached()
-        if busy:
-            state.release_keys_of_ids(set(busy) - state.store.find_open(busy))
+        if state.key_order is not None:
+            # A key may wait for a retry, far off, which a user acked or cancelled in the table.
+            busy = [each for each in state.key_order.busy_ids if not state.is_cached(each)]
+            settled = set(busy) - state.store.find_open(busy)
+            state.window.add(state.key_order.release_ids(settled), state.now())
         self.next_time = now + (COLLECT_BEHIND_SECONDS if has_more else self._interval)
         return released > 0
 

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from turnlane.clock import Clock
-from turnlane.databases import Row
 from turnlane.table.definition import Definition, TableOrdering
 from turnlane.table.event import TableEvent
 from turnlane.table.lease import LeaderLease
 from turnlane.table.ordering import KeyOrder
 from turnlane.table.receiver import ManagerHandle, Receiver
 from turnlane.table.shards import KEYSPACE_SHIFT, WHOLE_KEYSPACE, KeyRange, keyspace_id
-from turnlane.table.store import Position, TableStore
+from turnlane.table.store import TableStore
 from turnlane.table.window import MAX_FIRE_TIME, RangeBacklogs, Window
 
 CHECK_AFTER = 1.0
@@ -377,15 +376,6 @@ class LeaderState:
             or (self.key_order is not None and event_id in self.key_order)
         )
 
-    def filter_not_cached(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Return the rows whose events are not in memory."""
-        if self.key_order is not None:
-            return [row for row in rows if not self.is_cached(row[0])]
-        in_flight, window, acks = self.in_flight.ids, self.window.ids, self.ack_buffer.ids
-        return [
-            row for row in rows if not (row[0] in in_flight or row[0] in window or row[0] in acks)
-        ]
-
     def release_keys(self, events: Iterable[TableEvent]) -> None:
         """Release the keys of settled events: the next event of each key may fire."""
         if self.key_order is None:
@@ -393,28 +383,13 @@ class LeaderState:
         following = map(self.key_order.release, events)
         self.window.add([event for event in following if event is not None], self.now())
 
-    def release_keys_of_ids(self, ids: Container[int]) -> None:
-        """Release the keys of settled events that are not in memory."""
-        if self.key_order is not None:
-            self.window.add(self.key_order.release_ids(ids), self.now())
-
-    def find_busy_not_cached(self) -> list[int]:
-        """Return events that make keys busy and are not in memory: their retries are far off."""
-        busy = () if self.key_order is None else self.key_order.busy_ids
-        return [event_id for event_id in busy if not self.is_cached(event_id)]
-
-    def find_skippable_ranges(self, position: Position) -> Sequence[KeyRange]:
-        """Return ranges in which no event due after a position would be kept in memory."""
-        if self.key_order is None:
-            return ()
-        return self.key_order.find_skippable_ranges(position, self.is_cached)
-
     def leave_in_table(self, events: Iterable[TableEvent]) -> None:
         """Record that events are in the table only: no receiver can take them now."""
         for event in events:
-            behind, key_backlog = (
-                ([], None) if self.key_order is None else self.key_order.remove(event)
-            )
+            behind: list[TableEvent] = []
+            key_backlog = None
+            if self.key_order is not None:
+                behind, key_backlog = self.key_order.remove(event)
             for each in (event, *behind):
                 self.backlogs.leave(self.find_range(each), each.fire_at, each.id)
             if key_backlog is not None:

@@ -49,8 +49,6 @@ class LeaderLease:
         self._written_at = float("-inf")
         """When the database is known to have taken a write."""
         self.token: int | None = None
-        self.since = 0
-        """The database's clock when the lease was acquired."""
         self.was_released = True
         """Whether the last leader released the lease; otherwise an event may have killed it."""
 
@@ -69,7 +67,7 @@ class LeaderLease:
         grant = self._store.acquire_lease(self._owner, self._seconds)
         if grant is None:
             return False
-        self.token, self.since, self.was_released = grant.token, grant.now, grant.was_released
+        self.token, self.was_released = grant.token, grant.was_released
         self._extend(asked_at, grant.now)
         return True
 

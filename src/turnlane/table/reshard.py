@@ -35,7 +35,6 @@ from turnlane.table.shard_store import (
     TRANSFER_BATCH,
     TRANSFERRED_COLUMNS,
     ShardStore,
-    TransferBatch,
     TransferFilter,
 )
 from turnlane.table.shards import Shard, ShardMap, keyspace_id
@@ -100,19 +99,16 @@ class RowMover:
     def deliver(self) -> None:
         """Deliver the batches of the outbox to their shards."""
         while (batch := self._source.read_first_batch()) is not None:
-            for shard, rows in self._group_by_shard(batch).items():
+            # By the map of the batch: some of its rows may have arrived before, by this map.
+            shards = self._source.read_map(batch.version)
+            groups: dict[Shard, list[Row]] = {}
+            for row in batch.rows:
+                shard = shards.find_shard(keyspace_id(row[self._key_position]))
+                groups.setdefault(shard, []).append(row)
+            for shard, rows in groups.items():
                 store = self._directory.get_store(shard)
                 store.insert_batch(self._source.id, batch.number, rows)
             self._source.delete_batch(batch.number)
-
-    def _group_by_shard(self, batch: TransferBatch) -> dict[Shard, list[Row]]:
-        """Group rows by the map of their batch: by this map, some may have arrived before."""
-        shards = self._source.read_map(batch.version)
-        groups: dict[Shard, list[Row]] = {}
-        for row in batch.rows:
-            shard = shards.find_shard(keyspace_id(row[self._key_position]))
-            groups.setdefault(shard, []).append(row)
-        return groups
 
 
 class ReshardStep(enum.StrEnum):

@@ -272,20 +272,16 @@ class ShardedQueue(Closeable):
                 return
             log.info("table.map_changed", queue=self.name, version=newest.version)
             self._map = newest
-            if self._runs_managers:
-                self._start_missing_managers()
+            for shard in newest.shards if self._runs_managers else ():
+                if shard not in self._queues:
+                    manager = self.queue(shard).manager()
+                    for receiver in self._receivers:
+                        if not receiver.closed:
+                            manager.attach(receiver)
             retired = [shard for shard in self._queues if shard not in newest.shards]
             leaving = [self._queues.pop(shard) for shard in retired]
         for queue in leaving:
             queue.close()
-
-    def _start_missing_managers(self) -> None:
-        for shard in self._map.shards:
-            if shard not in self._queues:
-                manager = self.queue(shard).manager()
-                for receiver in self._receivers:
-                    if not receiver.closed:
-                        manager.attach(receiver)
 
     def _follow(self) -> None:
         self._try(self.refresh)

@@ -186,13 +186,6 @@ class ShardMap:
         object.__setattr__(
             self, "shards", tuple(sorted(self.shards, key=lambda each: each.key_range.start))
         )
-        self._check_ranges()
-        addresses = [shard.address for shard in (*self.shards, *self.retired)]
-        for address in addresses:
-            if addresses.count(address) > 1:
-                raise ConfigError("shards", f"{address} is used by two shards")
-
-    def _check_ranges(self) -> None:
         covered = 0
         for shard in self.shards:
             start, end = shard.key_range.start, shard.key_range.end
@@ -205,6 +198,10 @@ class ShardMap:
         if covered < KEYSPACE_SIZE:
             missing = KeyRange(covered, KEYSPACE_SIZE)
             raise ConfigError("shards", f"no shard has the keys {missing}")
+        addresses = [shard.address for shard in (*self.shards, *self.retired)]
+        for address in addresses:
+            if addresses.count(address) > 1:
+                raise ConfigError("shards", f"{address} is used by two shards")
 
     @classmethod
     def from_shards(cls, specs: Iterable[Shard | ShardSpec]) -> Self:
@@ -217,20 +214,16 @@ class ShardMap:
         starts = [shard.key_range.start for shard in self.shards]
         return self.shards[bisect_right(starts, keyspace_id + KEYSPACE_SHIFT) - 1]
 
-    def find_sources(self, targets: Sequence[Shard]) -> list[Shard]:
-        """Return the shards whose keys the targets would take over."""
-        return [
-            shard
-            for shard in self.shards
-            if any(shard.key_range.overlaps(target.key_range) for target in targets)
-        ]
-
     def plan_reshard(self, targets: Sequence[Shard]) -> ShardMap:
         """Return the next map, in which ``targets`` replace the shards that have their keys now.
 
         Raises ``ConfigError`` unless they cover exactly the keys of these shards.
         """
-        sources = self.find_sources(targets)
+        sources = [
+            shard
+            for shard in self.shards
+            if any(shard.key_range.overlaps(target.key_range) for target in targets)
+        ]
         others = [shard for shard in self.shards if shard not in sources]
         return ShardMap(
             (*others, *_number_shards(targets, self.used_numbers)),
@@ -245,12 +238,19 @@ class ShardMap:
 
     def to_json(self) -> str:
         """Return the map as databases keep it, without passwords."""
+
+        def encode(shards: Iterable[Shard]) -> list[dict[str, Any]]:
+            return [
+                {"url": shard.address, "range": str(shard.key_range), "number": shard.number}
+                for shard in shards
+            ]
+
         return json.dumps(
             {
                 "version": self.version,
                 "numbered": self.used_numbers,
-                "shards": [_encode_shard(shard) for shard in self.shards],
-                "retired": [_encode_shard(shard) for shard in self.retired],
+                "shards": encode(self.shards),
+                "retired": encode(self.retired),
             }
         )
 
@@ -258,16 +258,13 @@ class ShardMap:
     def from_json(cls, text: str) -> Self:
         """Parse the text of :meth:`to_json`."""
         values = json.loads(text)
-        shards, retired = (tuple(map(_decode_shard, values[key])) for key in ("shards", "retired"))
         # Maps of earlier versions have no numbers: the ids of all their shards begin at 1.
+        shards, retired = (
+            tuple(
+                Shard(each["url"], KeyRange.parse(each["range"]), number=each.get("number", 0))
+                for each in values[key]
+            )
+            for key in ("shards", "retired")
+        )
         used_numbers = values.get("numbered", len(shards) + len(retired))
         return cls(shards, retired, values["version"], used_numbers)
-
-
-def _encode_shard(shard: Shard) -> dict[str, Any]:
-    return {"url": shard.address, "range": str(shard.key_range), "number": shard.number}
-
-
-def _decode_shard(values: dict[str, Any]) -> Shard:
-    key_range = KeyRange.parse(values["range"])
-    return Shard(values["url"], key_range, number=values.get("number", 0))
