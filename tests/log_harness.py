@@ -26,7 +26,7 @@ def open_log(
     queue_id: str = QUEUE_ID,
     durable: bool = True,
 ) -> Log:
-    return Log.open(
+    return Log(
         directory,
         disk or Disk(),
         queue_id=queue_id,

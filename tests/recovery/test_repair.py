@@ -15,8 +15,7 @@ import turnlane
 from tests.acceptance.queue_commands import drained
 from turnlane.events import block_of, get_values
 from turnlane.storage.inspection import QueueInspection, QueueRepair
-from turnlane.storage.verify import FindingKind
-from turnlane.storage.walk import Selection
+from turnlane.storage.walk import FindingKind, Selection
 
 Harm = Callable[[bytearray, random.Random], bytearray | None]
 

@@ -18,7 +18,7 @@ ID = "0" * 32
 
 
 def open_log(path: Path, disk: Disk, segment_size: int = 1 << 30) -> Log:
-    return Log.open(
+    return Log(
         path, disk, queue_id=ID, segment_size=segment_size, compression=CompressionPolicy("none")
     )
 

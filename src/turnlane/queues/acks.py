@@ -115,7 +115,8 @@ class Watermark:
         """How many publishers the last advance has woken."""
         self._runs: deque[_Run] = deque()
         self._waiters: list[AckWaiter] = []
-        self._observers: list[PositionObserver] = []
+        self.observers: list[PositionObserver] = []
+        """Called for every new position, under the lock of the queue."""
         self._is_abandoned = False
 
     def listen(self, listener: AckListener, first: int, end: int) -> None:
@@ -146,14 +147,6 @@ class Watermark:
         if waiter in self._waiters:
             self._waiters.remove(waiter)
 
-    def observe(self, observer: PositionObserver) -> None:
-        """Call ``observer`` for every new position, under the lock of the queue."""
-        self._observers.append(observer)
-
-    def unobserve(self, observer: PositionObserver) -> None:
-        """Stop calling ``observer``."""
-        self._observers.remove(observer)
-
     @property
     def waiters(self) -> int:
         """How many publishers wait for this watermark to move."""
@@ -174,7 +167,7 @@ class Watermark:
             return []
         self.position = position
         self._wake(position)
-        for observer in self._observers:
+        for observer in self.observers:
             observer(position)
         events = self._collect(position)
         self.lost.drop_below(position)
@@ -265,19 +258,17 @@ class AckDispatcher:
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:
-        while due := self._await_due():
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._due or self._is_stopped)
+                due, self._due = self._due, {}
+            if not due:
+                return  # stopped, and nothing is left
             for listener, ack in due.items():
                 try:
                     listener.callback(ack)
                 except BaseException:  # even SystemExit: the acks of other producers follow
                     log.exception("queue.ack_callback_failed", queue=self._name, ack=ack)
-
-    def _await_due(self) -> dict[AckListener, Ack]:
-        """Wait for acks and return them; nothing once the dispatcher is stopped."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._due or self._is_stopped)
-            due, self._due = self._due, {}
-            return due
 
 
 def _add_acks(one: Ack, other: Ack) -> Ack:

@@ -16,12 +16,11 @@ or sets them to -1 while it lasts.
 
 from __future__ import annotations
 
-import abc
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +32,9 @@ from turnlane.events import Block
 from turnlane.ledger import Outcome
 from turnlane.queues.api import FlowControl, FullBehavior
 from turnlane.queues.settings import QueueSettings
+
+if TYPE_CHECKING:
+    from turnlane.queues.producer import PublishRequest
 
 UNBOUNDED: Final = 1 << 62
 """Stands for a bound that is not set."""
@@ -62,49 +64,6 @@ class Deadline(NamedTuple):
 
 
 NO_DEADLINE: Final = Deadline(None, None)
-
-
-class PublishRequest(abc.ABC):
-    """One event or one block that a producer publishes."""
-
-    events: int
-    size: int
-    producer: object
-    is_inside = False
-    """Whether the request is in the queue."""
-
-    def __init__(self) -> None:
-        self.dropped_by_policy: dict[Outcome, int] = {}
-        """Events that policies dropped and the ledger does not count yet."""
-
-    @property
-    def is_repeat(self) -> bool:
-        """Whether the queue has all events of the request already."""
-        return False
-
-    @abc.abstractmethod
-    def enter(self) -> None:
-        """Put the events into the queue. Called once, when there is room."""
-
-    @abc.abstractmethod
-    def skip(self) -> None:
-        """Finish without entering: nothing is left of the request, and it need not come again."""
-
-    @abc.abstractmethod
-    def prepare(self) -> None:
-        """Leave out repeats. Raises ``NumbersMissing`` if the request leaves too many gaps."""
-
-    @abc.abstractmethod
-    def keep_sample(self, before: int, interval: int) -> int:
-        """Keep every ``interval``-th event, counted from ``before`` events on; returns drops."""
-
-    @abc.abstractmethod
-    def keep_important(self, severity: int) -> int:
-        """Keep events more important than ``severity``; returns how many are dropped."""
-
-    @abc.abstractmethod
-    def keep_first(self, events: int) -> int:
-        """Keep the first ``events`` events; returns how many are dropped."""
 
 
 class WaitingPublisher:
@@ -185,19 +144,21 @@ class Admission:
         self.is_closed = False
         self.is_held = False
         """Whether every publisher is kept out, even if there is room."""
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
+        """The error that the queue failed with."""
         self._seen = 0
         marks = settings.marks
-        self._discard_level = self._level_of(marks.discard)
+        self._discard_level = self.level_of(marks.discard)
         self._delay_levels = {
             FlowControl.NONE: None,
-            FlowControl.LIGHT: self._level_of(marks.light_delay),
-            FlowControl.FULL: self._level_of(marks.full_delay),
+            FlowControl.LIGHT: self.level_of(marks.light_delay),
+            FlowControl.FULL: self.level_of(marks.full_delay),
         }
         self._delayed: dict[FlowControl, deque[threading.Condition]]
         self._delayed = {flow: deque() for flow in FlowControl}
         """The publishers that flow control slows down, first come first."""
-        self._limits = {flow: self._make_limits(flow) for flow in FlowControl}
+        self.limits = {flow: self._make_limits(flow) for flow in FlowControl}
+        """By the flow control of a publisher."""
 
     @property
     def blocks(self) -> bool:
@@ -206,10 +167,6 @@ class Admission:
 
     # The fast path
 
-    def limits_of(self, flow: FlowControl) -> FastPathLimits:
-        """Return the limits for publishers with this flow control."""
-        return self._limits[flow]
-
     def _make_limits(self, flow: FlowControl) -> FastPathLimits:
         if self._settings.sampling_interval > 1:
             return FastPathLimits(-1, -1)
@@ -217,7 +174,7 @@ class Admission:
             FillLevel(self.max_events, self.max_bytes),
             self._discard_level,
             self._delay_levels[flow],
-            self._level_of(self._settings.marks.high),
+            self.level_of(self._settings.marks.high),
         ]
         known = [level for level in levels if level is not None]
         return FastPathLimits(
@@ -226,10 +183,11 @@ class Admission:
 
     def _update_limits(self) -> None:
         closer_look = self.is_closed or self.is_held or self.blocked
-        for limits in self._limits.values():
+        for limits in self.limits.values():
             limits.bytes = -1 if closer_look else limits.usual_bytes
 
-    def _level_of(self, mark: int | None) -> FillLevel | None:
+    def level_of(self, mark: int | None) -> FillLevel | None:
+        """Return a mark in events, with the same share of the bound in bytes."""
         if mark is None:
             return None
         bounded = self.max_events != UNBOUNDED
@@ -301,18 +259,13 @@ class Admission:
 
     def fail(self, error: Exception) -> None:
         """Close, and give publishers this error."""
-        self._failure = error
+        self.failure = error
         self.close()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the queue failed."""
-        return self._failure is not None
 
     def check_failure(self) -> None:
         """Raise the error that the queue failed with, if it did."""
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
 
     def check_open(self) -> None:
         """Raise ``QueueClosed`` if the queue takes no more events, or why it failed."""
@@ -428,7 +381,10 @@ class Admission:
         if self._settings.full_behavior is FullBehavior.DROP_OLDEST:
             # Publishers that are held do not lack room: dropping events would not let them in.
             while not self.is_held and not self.has_room(request.events, request.size):
-                if not self._evict(self._surplus_of(request)):
+                excess = self.bytes + request.size - self.max_bytes
+                by_bytes = -(-excess * self.events // max(1, self.bytes))  # by the average size
+                surplus = max(1, self.events + request.events - self.max_events, by_bytes)
+                if not self._evict(surplus):
                     break
         if not self.fits(request.events, request.size):
             room = 0 if self.is_held else max(0, self.max_events - self.events)
@@ -439,12 +395,6 @@ class Admission:
             request.enter()
         else:
             request.skip()
-
-    def _surplus_of(self, request: PublishRequest) -> int:
-        """Return how many events have to go, judged by their average size."""
-        excess = self.bytes + request.size - self.max_bytes
-        by_bytes = -(-excess * self.events // max(1, self.bytes))
-        return max(1, self.events + request.events - self.max_events, by_bytes)
 
 
 Rows = npt.NDArray[np.int64]

@@ -195,7 +195,7 @@ class BufferedQueue(Queue):
         state = self._state
         if not self._storage.is_remote:
             return state.positions.pending
-        if state.admission.has_failed:
+        if state.admission.failure is not None:
             return 0
         return count_offsets(
             state.positions.find_unsettled(state.acks.persisted.position, state.positions.end)
@@ -339,13 +339,13 @@ class BufferedQueue(Queue):
         """Call ``observer`` with every new ack position, under the lock: it must be brief."""
         with self._state.lock:
             for mark in self._state.acks.watermarks:
-                mark.observe(observer)
+                mark.observers.append(observer)
 
     def unobserve_acks(self, observer: PositionObserver) -> None:
         """Stop calling ``observer``."""
         with self._state.lock:
             for mark in self._state.acks.watermarks:
-                mark.unobserve(observer)
+                mark.observers.remove(observer)
 
     def wait_level(self, level: AckLevel, end: int, timeout: float | None) -> bool:
         """Wait until everything below ``end`` has reached a level; false on timeout or close."""

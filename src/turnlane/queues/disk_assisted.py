@@ -24,10 +24,12 @@ from collections.abc import Sequence
 from turnlane.intervals import RangeSet, Span
 from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
+from turnlane.queues.admission import FillLevel
 from turnlane.queues.api import Durability
 from turnlane.queues.buffer import BlockRange
 from turnlane.queues.disk import LogStorage, WriteJob
 from turnlane.queues.settings import QueueSettings
+from turnlane.queues.storage_api import StorageHost, TakeBatch
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.journal import Journal
 
@@ -69,21 +71,21 @@ class SpillStorage(LogStorage):
 
     def __init__(self, settings: QueueSettings, disk: Disk | None = None) -> None:
         super().__init__(settings, disk)
-        self._high_mark = self._level_of(settings.marks.high)
-        self._low_mark = self._level_of(settings.marks.low)
+        self._high_level: FillLevel
+        self._low_level: FillLevel
         self._is_spilling = False
         self._spill_end = self.store.log.end
         """Events below this offset are on disk, or are being written at this moment."""
         self._pending_acks = PendingAcks()
         self._synced_at = -math.inf
 
-    def _level_of(self, mark: int | None) -> tuple[int, int]:
-        """Return a mark in events, and its share of the bound in bytes."""
-        size, max_bytes = self._settings.size, self._settings.max_bytes
-        assert mark is not None, "the settings of this kind have both watermarks"
-        assert size is not None, "the settings of this kind have both bounds"
-        assert max_bytes is not None, "the settings of this kind have both bounds"
-        return mark, max_bytes * mark // size
+    def start(self, host: StorageHost, take: TakeBatch) -> None:
+        marks = self._settings.marks
+        high, low = host.admission.level_of(marks.high), host.admission.level_of(marks.low)
+        assert high is not None, "the settings of this kind have both watermarks"
+        assert low is not None, "the settings of this kind have both watermarks"
+        self._high_level, self._low_level = high, low
+        super().start(host, take)
 
     def _has_stored(self) -> bool:
         """Whether the queue is disk-assisted: unsettled events are on disk."""
@@ -97,7 +99,7 @@ class SpillStorage(LogStorage):
 
     def on_growth(self) -> None:
         fill = self._host.admission
-        if fill.events >= self._high_mark[0] or fill.bytes >= self._high_mark[1]:
+        if fill.events >= self._high_level.events or fill.bytes >= self._high_level.bytes:
             self._start_spilling()
 
     def _start_spilling(self) -> None:
@@ -189,7 +191,7 @@ class SpillStorage(LogStorage):
         fill = self._host.admission
         if self._is_stopping or fill.has_waiting_line:
             return fill.events, fill.bytes
-        return fill.events - self._low_mark[0], fill.bytes - self._low_mark[1]
+        return fill.events - self._low_level.events, fill.bytes - self._low_level.bytes
 
     def _choose_oldest(self) -> list[BlockRange]:
         """Return the surplus, from the oldest events in memory on; batches in flight included."""

@@ -165,12 +165,6 @@ class BufferedBatch(Batch):
         self.charged_bytes -= size
         return events, size
 
-    def uncharge_all(self) -> tuple[int, int]:
-        """Stop charging the batch; returns the charge that it had."""
-        charge = self.charged_events, self.charged_bytes
-        self.charged_events = self.charged_bytes = 0
-        return charge
-
     @property
     def size(self) -> int:
         """The bytes that the events count for."""
@@ -283,7 +277,8 @@ class InFlight:
         for batch in self._batches.values():
             if batch.events.is_charged and batch.events.end <= end and not batch.is_freed:
                 batch.events.is_charged = False
-                charges.append(batch.uncharge_all())
+                charges.append((batch.charged_events, batch.charged_bytes))
+                batch.charged_events = batch.charged_bytes = 0
         return _add_up(charges)
 
     def uncharge(self, first: int, end: int) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ makes one of the comparisons false and goes through a :class:`PublishRequest`.
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import operator
 from collections.abc import Iterator, Mapping
@@ -33,13 +34,13 @@ from turnlane.events import (
     get_event_sizes,
     prepare_block,
 )
+from turnlane.ledger import Outcome
 from turnlane.queues.acks import AckListener, AckWaiter
 from turnlane.queues.admission import (
     MAX_SEVERITY,
     NO_DEADLINE,
     Deadline,
     FastPathLimits,
-    PublishRequest,
     Rows,
     check_severities,
     important_rows,
@@ -76,26 +77,55 @@ def size_of(block: Block) -> int:
 # ── requests ────────────────────────────────────────────────────────────────────────────────────
 
 
-class ProducerRequest(PublishRequest):
-    """A request of a producer; once it is inside, ``waiter`` waits for the level, if needed."""
+class PublishRequest(abc.ABC):
+    """One event or one block that a producer publishes.
+
+    :class:`turnlane.queues.admission.Admission` calls all methods, under the lock.
+    """
 
     def __init__(self, producer: BufferedProducer, events: int, size: int) -> None:
-        super().__init__()
-        self.producer: BufferedProducer = producer
+        self.producer = producer
         self.events = events
         self.size = size
+        self.is_inside = False
+        """Whether the request is in the queue."""
         self.waiter: AckWaiter | None = None
+        """Once the request is inside: waits for the level of the producer, if needed."""
+        self.dropped_by_policy: dict[Outcome, int] = {}
+        """Events that policies dropped and the ledger does not count yet."""
+
+    @property
+    def is_repeat(self) -> bool:
+        """Whether the queue has all events of the request already."""
+        return False
 
     @property
     def largest_event(self) -> int:
         """The size of the largest event."""
         return self.size
 
-    def prepare(self) -> None:
-        pass
+    def prepare(self) -> None:  # noqa: B027 - a single event has nothing to prepare
+        """Leave out repeats. Raises ``NumbersMissing`` if the request leaves too many gaps."""
+
+    @abc.abstractmethod
+    def enter(self) -> None:
+        """Put the events into the queue. Called once, when there is room."""
 
     def skip(self) -> None:
+        """Finish without entering: nothing is left of the request, and it need not come again."""
         self._count_policy_drops()
+
+    @abc.abstractmethod
+    def keep_sample(self, before: int, interval: int) -> int:
+        """Keep every ``interval``-th event, counted from ``before`` events on; returns drops."""
+
+    @abc.abstractmethod
+    def keep_important(self, severity: int) -> int:
+        """Keep events more important than ``severity``; returns how many are dropped."""
+
+    @abc.abstractmethod
+    def keep_first(self, events: int) -> int:
+        """Keep the first ``events`` events; returns how many are dropped."""
 
     def _set_inside(self, first: int) -> None:
         self.waiter = self.producer.on_entered(first, first + self.events)
@@ -108,7 +138,7 @@ class ProducerRequest(PublishRequest):
         self.dropped_by_policy.clear()
 
 
-class EventRequest(ProducerRequest):
+class EventRequest(PublishRequest):
     """A single event."""
 
     def __init__(
@@ -137,7 +167,7 @@ class EventRequest(ProducerRequest):
         return dropped
 
 
-class BlockRequest(ProducerRequest):
+class BlockRequest(PublishRequest):
     """A block. If the producer numbers its events, the queue leaves out what it has already."""
 
     def __init__(
@@ -292,7 +322,7 @@ class BufferedProducer(Producer):
         self.key = None if producer_id is None else hash_producer_id(producer_id)
         self.gaps = gaps
         self._max_event_bytes = state.settings.max_event_bytes
-        self._limits = state.admission.limits_of(flow)
+        self._limits = state.admission.limits[flow]
         self._end = 0
         self._is_closed = False
         self._schema: pa.Schema | None = None
@@ -442,7 +472,7 @@ class BufferedProducer(Producer):
             return first, self.on_entered(first, first + rows)
 
     def _publish_request(
-        self, request: ProducerRequest, timeout: float | None, *, blocking: bool
+        self, request: PublishRequest, timeout: float | None, *, blocking: bool
     ) -> bool:
         deadline = Deadline.after(timeout)
         self._admit(request, deadline, blocking=blocking)
@@ -480,7 +510,7 @@ class BufferedProducer(Producer):
         first = next((each.first for each in entered if each.first >= 0), -1)
         return Published(first, *(sum(each[at] for each in entered) for at in (1, 2, 3)))
 
-    def _admit(self, request: ProducerRequest, deadline: Deadline, *, blocking: bool) -> None:
+    def _admit(self, request: PublishRequest, deadline: Deadline, *, blocking: bool) -> None:
         state = self.state
         if deadline is NO_DEADLINE and state.settings.full_timeout is not None:
             deadline = Deadline.after(state.settings.full_timeout)
@@ -494,7 +524,7 @@ class BufferedProducer(Producer):
             state.has_unsynced_drops = False
             state.sync_drops()
 
-    def _check_request(self, request: ProducerRequest) -> None:
+    def _check_request(self, request: PublishRequest) -> None:
         self._admission.check_open()
         if self._is_closed:
             raise QueueClosed(f"this producer of queue {self.state.settings.name!r} is closed")
@@ -502,7 +532,7 @@ class BufferedProducer(Producer):
         if request.size > largest and request.largest_event > largest:
             raise self._too_large(request)
 
-    def _too_large(self, request: ProducerRequest) -> EventTooLarge:
+    def _too_large(self, request: PublishRequest) -> EventTooLarge:
         admission = self._admission
         return EventTooLarge(
             f"{request.events} events of {request.size} bytes can never fit queue "

@@ -455,8 +455,14 @@ class QueueSettings(BaseModel):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        """Refuse contradictions, and compute the defaults."""
-        complete_settings(self)
+        """Compute the defaults; raise ``ContradictorySettings`` with all problems."""
+        problems = list(_find_misplaced(self))
+        if not problems:
+            _compute_defaults(self)
+            checks = (_find_unpaired, _find_too_large, _find_wrong_marks)
+            problems = [problem for check in checks for problem in check(self)]
+        if problems:
+            raise ContradictorySettings(problems)
         return self
 
 
@@ -476,26 +482,26 @@ class Marks:
     @classmethod
     def from_settings(cls, settings: QueueSettings) -> Self:
         """Return the marks of a queue with these settings."""
-        size, spills = settings.size, settings.kind is Kind.DISK_ASSISTED
-        high = _to_at_least_one(settings.high_watermark, size) if spills else None
+        size = settings.size
+
+        def at_least_one(mark: int | Percentage | None) -> int | None:
+            events = None if mark is None else to_events(mark, size)
+            return None if events is None else max(1, events)
+
+        high = low = None
+        if settings.kind is Kind.DISK_ASSISTED:
+            high = at_least_one(settings.high_watermark)
+            if settings.low_watermark is not None:
+                low = to_events(settings.low_watermark, size)
+            elif high is not None:
+                low = Percentage(70).of(high)
         return cls(
-            discard=_to_at_least_one(settings.discard_mark, size),
-            full_delay=_to_at_least_one(settings.full_delay_mark, size),
-            light_delay=_to_at_least_one(settings.light_delay_mark, size),
+            discard=at_least_one(settings.discard_mark),
+            full_delay=at_least_one(settings.full_delay_mark),
+            light_delay=at_least_one(settings.light_delay_mark),
             high=high,
-            low=None if high is None else _low_mark(settings, high),
+            low=None if high is None else low,
         )
-
-
-def _to_at_least_one(mark: int | Percentage | None, size: int | None) -> int | None:
-    events = None if mark is None else to_events(mark, size)
-    return None if events is None else max(1, events)
-
-
-def _low_mark(settings: QueueSettings, high: int) -> int | None:
-    if settings.low_watermark is None:
-        return Percentage(70).of(high)
-    return to_events(settings.low_watermark, settings.size)
 
 
 # ── defaults by kind, and contradictions ────────────────────────────────────────────────────────
@@ -517,16 +523,6 @@ _MARKS: Final = (
     "high_watermark",
     "low_watermark",
 )
-
-
-def complete_settings(settings: QueueSettings) -> None:
-    """Compute the defaults; raise :class:`ContradictorySettings` with all problems."""
-    problems = list(_find_misplaced(settings))
-    if not problems:
-        _compute_defaults(settings)
-        problems = list(_find_contradictions(settings))
-    if problems:
-        raise ContradictorySettings(problems)
 
 
 def _find_misplaced(settings: QueueSettings) -> Iterator[ConfigIssue]:
@@ -580,12 +576,6 @@ def _event_bounds(settings: QueueSettings) -> dict[str, int]:
     if settings.kind is Kind.PROXY:
         bounds["resend_bytes"] = settings.resend_bytes
     return bounds
-
-
-def _find_contradictions(settings: QueueSettings) -> Iterator[ConfigIssue]:
-    yield from _find_unpaired(settings)
-    yield from _find_too_large(settings)
-    yield from _find_wrong_marks(settings)
 
 
 def _find_unpaired(settings: QueueSettings) -> Iterator[ConfigIssue]:

@@ -117,9 +117,18 @@ class _Worker:
         return None
 
     def _handle(self, batch: Batch) -> None:
-        self._begin(batch)
+        """Call the consumer, then settle the batch or give it back."""
+        with self._guard:
+            self._batch, self._since = batch, time.monotonic()
+        settle = batch.done
         try:
-            settle = self._attempt(batch)
+            try:
+                self._pool.consumer(batch)
+            except Never as error:
+                if self._pool.dead_letters is None:
+                    raise
+                self._pool.dead_letters(batch, error)
+                settle = batch.dead
         except Cancelled:
             raise
         except BaseException as error:  # noqa: BLE001 - a consumer may raise anything
@@ -130,17 +139,6 @@ class _Worker:
         else:
             if self._end():
                 self._settle(batch, settle)
-
-    def _attempt(self, batch: Batch) -> Callable[[], None]:
-        """Call the consumer; returns the method that settles the batch."""
-        try:
-            self._pool.consumer(batch)
-        except Never as error:
-            if self._pool.dead_letters is None:
-                raise
-            self._pool.dead_letters(batch, error)
-            return batch.dead
-        return batch.done
 
     def _settle(self, batch: Batch, settle: Callable[[], None]) -> None:
         """Record the outcome, and try again until that succeeds: the batch is delivered."""
@@ -165,10 +163,6 @@ class _Worker:
         name = self._pool.queue.name
         log.warning("queue.consumer_failed", queue=name, failures=self._failures, error=error)
         return self._pool.pause(retry_pause(self._failures, error, self._pool.jitter()))
-
-    def _begin(self, batch: Batch) -> None:
-        with self._guard:
-            self._batch, self._since = batch, time.monotonic()
 
     def _end(self) -> bool:
         """The consumer has ended; false if it was cancelled before."""
@@ -300,18 +294,16 @@ class WorkerPool(Closeable):
         backlog = self.queue.await_backlog(LOOK_SECONDS if self.active else 1.0)
         if not self.queue.closed:
             minimum = settings.worker_minimum_events or settings.dequeue_batch_size
-            self._start_workers(count_wanted_workers(backlog, minimum, settings.workers))
+            wanted = count_wanted_workers(backlog, minimum, settings.workers)
+            with self._changed:
+                while len(self._workers) < wanted and self.running:
+                    self._started += 1
+                    worker = _Worker(self, self._started)
+                    worker.thread.start()
+                    self._workers.add(worker)
         self._cancel_overdue(settings.completion_timeout)
         if self.active and (backlog or self.queue.closed):
             self._stop.wait(LOOK_SECONDS)
-
-    def _start_workers(self, wanted: int) -> None:
-        with self._changed:
-            while len(self._workers) < wanted and self.running:
-                self._started += 1
-                worker = _Worker(self, self._started)
-                worker.thread.start()
-                self._workers.add(worker)
 
     def _cancel_overdue(self, limit: float) -> None:
         for worker in self._others():

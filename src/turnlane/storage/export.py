@@ -116,15 +116,9 @@ def convert_to_json(value: object) -> object:
         return {str(name): convert_to_json(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [convert_to_json(each) for each in value]
-    return _convert_to_text(value)
-
-
-def _convert_to_text(value: object) -> str:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    if isinstance(value, dt.date | dt.time):
-        return value.isoformat()
-    return str(value)
+    return value.isoformat() if isinstance(value, dt.date | dt.time) else str(value)
 
 
 ROW_GROUP_BYTES = 32 << 20

@@ -9,7 +9,7 @@ known to be settled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,6 @@ from turnlane.storage.reader import StoredEvents
 from turnlane.storage.store import Store, StoreSettings
 from turnlane.storage.verify import (
     Finding,
-    FindingKind,
     JournalCheck,
     QueueAccount,
     Verification,
@@ -37,6 +36,7 @@ from turnlane.storage.verify import (
 )
 from turnlane.storage.walk import (
     EventSlice,
+    FindingKind,
     InspectableQueue,
     IntactFrame,
     Offsets,
@@ -292,12 +292,7 @@ class RepairResult:
 
     def as_dict(self) -> dict[str, object]:
         """Return a form for JSON."""
-        return {
-            "saved": self.saved,
-            "lost": self.lost,
-            "recovered_acks": self.recovered_acks,
-            "set_aside": self.set_aside,
-        }
+        return asdict(self)
 
 
 class QueueRepair:

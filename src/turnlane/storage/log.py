@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Self
 
 import pyarrow as pa
 
@@ -40,8 +39,7 @@ from turnlane.storage.recovery import (
     LogRecovery,
     LostRanges,
     RebuiltFrame,
-    RecoveredLog,
-    rewrite_unsynced_frames,
+    SegmentRewrite,
 )
 from turnlane.storage.segments import (
     Segment,
@@ -256,15 +254,19 @@ class Log:
         self,
         directory: Path,
         disk: Disk,
-        found: RecoveredLog,
         *,
         queue_id: str,
         segment_size: int,
         compression: CompressionPolicy,
-        floor: int,
-        durable: bool,
+        hint: LogPosition | None = None,
+        floor: int = 0,
+        durable: bool = True,
     ) -> None:
-        """Use :meth:`open`."""
+        """Recover the log and open it. ``floor`` is the lowest offset that may come next.
+
+        Raises ``NotAQueue`` for an unknown format and ``OSError`` if the directory cannot be read.
+        """
+        found = LogRecovery(directory, disk, queue_id).run(hint)
         self._directory = directory
         self._disk = disk
         self._queue_id = queue_id
@@ -299,34 +301,6 @@ class Log:
         self._schema = last.schema or EMPTY_SCHEMA
         if found.appendable and self._end == last.end:
             self._active.open(last, disk.open(last.path))
-
-    @classmethod
-    def open(
-        cls,
-        directory: Path,
-        disk: Disk,
-        *,
-        queue_id: str,
-        segment_size: int,
-        compression: CompressionPolicy,
-        hint: LogPosition | None = None,
-        floor: int = 0,
-        durable: bool = True,
-    ) -> Self:
-        """Recover the log and open it. ``floor`` is the lowest offset that may come next.
-
-        Raises ``NotAQueue`` for an unknown format and ``OSError`` if the directory cannot be read.
-        """
-        return cls(
-            directory,
-            disk,
-            LogRecovery(directory, disk, queue_id).run(hint),
-            queue_id=queue_id,
-            segment_size=segment_size,
-            compression=compression,
-            floor=floor,
-            durable=durable,
-        )
 
     def close(self) -> None:
         """Close the files without a sync."""
@@ -543,15 +517,9 @@ class Log:
                     yield RebuiltFrame(at, end_of_frame, self._encoder.encode(planned))
 
         for segment in self._list_unsynced():
-            new, fd, lost = rewrite_unsynced_frames(
-                segment,
-                self._catalog,
-                self._disk,
-                self._quarantine,
-                queue_id=self._queue_id,
-                rebuild=rebuild,
-            )
-            self._lost += lost
+            rewrite = SegmentRewrite(segment, self._disk, self._quarantine, self._queue_id, rebuild)
+            new, fd = rewrite.run(self._catalog)
+            self._lost += rewrite.lost
             if segment is self._active.segment:
                 self._switch_to(new, fd)
             else:

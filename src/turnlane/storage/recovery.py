@@ -249,37 +249,12 @@ RebuildFrames = Callable[[Segment, int, int], Iterator[RebuiltFrame]]
 """Encodes the events of a range of offsets again, in order, as far as they are in memory."""
 
 
-def rewrite_unsynced_frames(
-    segment: Segment,
-    catalog: SegmentCatalog,
-    disk: Disk,
-    quarantine: Quarantine,
-    *,
-    queue_id: str,
-    rebuild: RebuildFrames,
-) -> tuple[Segment, int, LostRanges]:
-    """Write a segment's unsynced frames to a new synced segment, then cut the old one.
+class SegmentRewrite:
+    """Writes a segment's unsynced frames to a new synced segment, then cuts the old one.
 
-    Returns the new segment, its descriptor, and the offsets that could neither be read back nor
-    rebuilt. Raises ``OSError`` with everything as it was. Readers are not disturbed.
+    ``lost`` are the offsets that could neither be read back nor rebuilt.
     """
-    rewrite = _SegmentRewrite(segment, disk, quarantine, queue_id, rebuild)
-    fd = rewrite.run()
-    new = rewrite.new
-    catalog.add(new)
-    if new.first != segment.first:
-        segment.discard_unsynced()  # before the file is cut: so readers know why bytes are gone
-        rewrite.cut_old_file()
-    log.warning(
-        "segment.rewritten_after_failed_sync",
-        file=segment.path.name,
-        bytes=new.size,
-        new_file=new.path.name,
-    )
-    return new, fd, rewrite.lost
 
-
-class _SegmentRewrite:
     def __init__(
         self,
         old: Segment,
@@ -298,11 +273,30 @@ class _SegmentRewrite:
         schema = old.schema or EMPTY_SCHEMA
         self._schema_frame = encode_schema_frame(schema, first, queue_id)
         size = sum(len(piece) for piece in self._schema_frame)
-        self.new = Segment(first, path, size, old.end, schema, size)
+        self._new = Segment(first, path, size, old.end, schema, size)
 
-    def run(self) -> int:
+    def run(self, catalog: SegmentCatalog) -> tuple[Segment, int]:
+        """Return the new segment and its descriptor. Readers are not disturbed.
+
+        Raises ``OSError`` with everything as it was.
+        """
+        old, new = self._old, self._new
+        fd = self._write_file()
+        catalog.add(new)
+        if new.first != old.first:
+            old.discard_unsynced()  # before the file is cut: so readers know why bytes are gone
+            self._cut_old_file()
+        log.warning(
+            "segment.rewritten_after_failed_sync",
+            file=old.path.name,
+            bytes=new.size,
+            new_file=new.path.name,
+        )
+        return new, fd
+
+    def _write_file(self) -> int:
         """Write the new file under a temporary name, sync it, rename it; return its descriptor."""
-        new = self.new
+        new = self._new
         temporary = new.path.with_name(new.path.name + ".new")
         fd = self._disk.open(temporary, create=True)
         try:
@@ -334,7 +328,7 @@ class _SegmentRewrite:
                     self._write_rebuilt_frames(fd, region)
 
     def _copy_frame(self, source: int, fd: int, frame: ValidFrame) -> None:
-        new = self.new
+        new = self._new
         new.add_mark(frame.header.first, new.size)
         done, length = 0, frame.header.stored_size
         while done < length:
@@ -347,7 +341,7 @@ class _SegmentRewrite:
 
     def _write_rebuilt_frames(self, fd: int, region: InvalidRegion) -> None:
         """Write the events of damaged frames from memory; the others are lost."""
-        old, new = self._old, self.new
+        old, new = self._old, self._new
         at = old.synced_end if region.first is None else region.first
         end = old.end if region.end is None else region.end
         for first, after, frame in self._rebuild(old, at, end):
@@ -375,7 +369,7 @@ class _SegmentRewrite:
             )
             old.has_uncopied_damage = True
 
-    def cut_old_file(self) -> None:
+    def _cut_old_file(self) -> None:
         """Cut the old file back to its synced size; a failure is harmless."""
         old = self._old
         if old.has_uncopied_damage:

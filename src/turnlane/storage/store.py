@@ -139,33 +139,29 @@ class Store:
         Raises ``DirectoryUnusable`` if the directory cannot be read or written.
         """
         try:
-            store = cls._open(settings, disk)
+            with contextlib.ExitStack() as opened:
+                directory = opened.enter_context(
+                    QueueDirectory.open(settings.path, disk, settings.name)
+                )
+                journal, state = Journal.open(directory.path, disk, directory.queue_id)
+                opened.callback(journal.close)
+                written = Log(
+                    directory.path,
+                    disk,
+                    queue_id=directory.queue_id,
+                    segment_size=settings.segment_size,
+                    compression=CompressionPolicy(settings.compression),
+                    hint=state.position,
+                    floor=state.floor,
+                    durable=settings.durable,
+                )
+                opened.pop_all()
         except OSError as error:
             raise DirectoryUnusable(f"{settings.path}: {error.strerror or error}") from error
+        limit = settings.max_unsynced_bytes if settings.durable else None
+        store = cls(directory, journal, state, written, limit)
         store.take_over(sync=settings.durable)
         return store
-
-    @classmethod
-    def _open(cls, settings: StoreSettings, disk: Disk) -> Self:
-        with contextlib.ExitStack() as opened:
-            directory = opened.enter_context(
-                QueueDirectory.open(settings.path, disk, settings.name)
-            )
-            journal, state = Journal.open(directory.path, disk, directory.queue_id)
-            opened.callback(journal.close)
-            written = Log.open(
-                directory.path,
-                disk,
-                queue_id=directory.queue_id,
-                segment_size=settings.segment_size,
-                compression=CompressionPolicy(settings.compression),
-                hint=state.position,
-                floor=state.floor,
-                durable=settings.durable,
-            )
-            opened.pop_all()
-        limit = settings.max_unsynced_bytes if settings.durable else None
-        return cls(directory, journal, state, written, limit)
 
     def take_over(self, *, sync: bool) -> None:
         """Bring journal and log up to date after recovery. Called by :meth:`open`."""

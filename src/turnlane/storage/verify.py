@@ -10,7 +10,6 @@ always adds up. An event that is neither settled nor in the log then shows as a 
 
 from __future__ import annotations
 
-import enum
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -34,7 +33,7 @@ from turnlane.storage.journal_records import (
     parse_payload,
 )
 from turnlane.storage.segments import format_segment_name
-from turnlane.storage.walk import Damage, DamageKind, IntactFrame, SegmentWalk
+from turnlane.storage.walk import Damage, FindingKind, IntactFrame, SegmentWalk
 
 if TYPE_CHECKING:
     from turnlane.storage.inspection import QueueInspection
@@ -116,26 +115,6 @@ def _count_unsettled(settled: RangeSet, first: int, end: int) -> int:
 
 
 # ── findings ─────────────────────────────────────────────────────────────────────────────────────
-
-
-class FindingKind(enum.StrEnum):
-    """What a verification found."""
-
-    CORRUPT_PAYLOAD = "corrupt_payload"
-    CORRUPT_HEADER = "corrupt_header"
-    UNDECODABLE = "undecodable"
-    TRUNCATED = "truncated"
-    SCHEMA = "schema"
-    FOREIGN = "foreign"
-    MISSING = "missing"
-    REPEAT = "repeat"
-    TORN_TAIL = "torn_tail"
-    NEVER_WRITTEN = "never_written"
-    JOURNAL = "journal"
-    IDENTITY = "identity"
-    LEFTOVER = "leftover"
-    QUARANTINE = "quarantine"
-    FASTQUEUE = "fastqueue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,23 +311,23 @@ def _journal_finding(file: str, byte: int, what: str, todo: str, *, fault: bool 
 _QUARANTINED = "repair copies the bytes to quarantine and counts the events as corrupt"
 _TAIL_CUT = "repair cuts the torn tail, keeps a copy and counts the events as missing"
 _DESCRIPTIONS = {
-    DamageKind.CORRUPT_PAYLOAD: ("a frame's content is damaged", _QUARANTINED),
-    DamageKind.CORRUPT_HEADER: ("a frame's header is damaged", _QUARANTINED),
-    DamageKind.UNDECODABLE: ("a frame is no record batch of its chunk's schema", _QUARANTINED),
-    DamageKind.TRUNCATED: ("no valid frame from here to the end of the file", _QUARANTINED),
-    DamageKind.SCHEMA: (
+    FindingKind.CORRUPT_PAYLOAD: ("a frame's content is damaged", _QUARANTINED),
+    FindingKind.CORRUPT_HEADER: ("a frame's header is damaged", _QUARANTINED),
+    FindingKind.UNDECODABLE: ("a frame is no record batch of its chunk's schema", _QUARANTINED),
+    FindingKind.TRUNCATED: ("no valid frame from here to the end of the file", _QUARANTINED),
+    FindingKind.SCHEMA: (
         "the schema frame is damaged, so nothing in this chunk can be decoded",
         "repair moves the chunk to quarantine and counts its events as lost",
     ),
-    DamageKind.FOREIGN: (
+    FindingKind.FOREIGN: (
         "the chunk belongs to another queue",
         "move it back to its queue; repair renames it to ….foreign",
     ),
-    DamageKind.MISSING: (
+    FindingKind.MISSING: (
         "these events are in no chunk",
         "restore the file if you have it; repair counts the events as missing",
     ),
-    DamageKind.REPEAT: ("events that are elsewhere too", "nothing; readers skip them"),
+    FindingKind.REPEAT: ("events that are elsewhere too", "nothing; readers skip them"),
 }
 _JOURNAL_ATTEMPTS = 3
 
@@ -397,7 +376,7 @@ class Verification:
             if isinstance(item, Damage) and _can_be_torn_tail(item):
                 tail.append(item)
                 continue
-            if not isinstance(item, Damage) or item.kind is DamageKind.REPEAT:
+            if not isinstance(item, Damage) or item.kind is FindingKind.REPEAT:
                 damages += tail
                 tail = []
             if isinstance(item, Damage):
@@ -427,7 +406,7 @@ class Verification:
         """Yield the finding, unless it is a gap that settled events have left."""
         end, position = damage.end, self._state.position
         what, todo = _DESCRIPTIONS[damage.kind]
-        is_truncated = damage.kind is DamageKind.TRUNCATED
+        is_truncated = damage.kind is FindingKind.TRUNCATED
         if is_truncated and damage.segment and damage.segment.is_last:
             end = max(end, position.end if position else 0)
             todo = _TAIL_CUT
@@ -435,10 +414,10 @@ class Verification:
         if damage.why:
             what = f"{what} ({damage.why})"
         is_harmless = not events and not self._must_be_set_aside(damage)
-        if is_harmless and damage.kind is DamageKind.MISSING:
+        if is_harmless and damage.kind is FindingKind.MISSING:
             return
         yield Finding(
-            FindingKind(damage.kind.value),
+            damage.kind,
             fault=not is_harmless,
             file=damage.file,
             byte=damage.byte,
@@ -453,7 +432,7 @@ class Verification:
     def _must_be_set_aside(self, damage: Damage) -> bool:
         """Whether it is a segment of another queue that the next open sets aside."""
         segment = damage.segment
-        if damage.kind is not DamageKind.FOREIGN or segment is None:
+        if damage.kind is not FindingKind.FOREIGN or segment is None:
             return False
         return segment.is_trailing or segment is self._queue.segments[0]
 
@@ -477,7 +456,7 @@ class Verification:
         low = self._queue.low(self._state)
         if segments and low < segments[0].first:
             name, end = format_segment_name(low), segments[0].first
-            yield from self._list_findings(Damage(DamageKind.MISSING, name, 0, 0, low, end))
+            yield from self._list_findings(Damage(FindingKind.MISSING, name, 0, 0, low, end))
 
     def _check_after_log(self) -> Iterator[Finding]:
         """Yield findings for events that were written, or settled, after the last valid frame."""
@@ -488,7 +467,7 @@ class Verification:
         start = max(self._present.end, self._queue.low(state))
         if start < written:
             file, byte = self._find_place_after_log(state.position)
-            damage = Damage(DamageKind.MISSING, file, byte, 0, start, written)
+            damage = Damage(FindingKind.MISSING, file, byte, 0, start, written)
             yield from self._list_findings(damage)
         start = max(start, written)
         events = self._count_unaccounted(start, state.floor)
@@ -556,7 +535,7 @@ class Verification:
 
 def _can_be_torn_tail(damage: Damage) -> bool:
     """Whether recovery would cut it as a torn tail, if no valid frame follows."""
-    kinds = (DamageKind.TRUNCATED, DamageKind.CORRUPT_PAYLOAD, DamageKind.CORRUPT_HEADER)
+    kinds = (FindingKind.TRUNCATED, FindingKind.CORRUPT_PAYLOAD, FindingKind.CORRUPT_HEADER)
     return damage.segment is not None and damage.segment.is_last and damage.kind in kinds
 
 

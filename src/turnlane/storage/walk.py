@@ -185,9 +185,10 @@ def list_segment_files(directory: Path, disk: Disk, queue_id: str) -> list[Segme
 # ── walk ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class DamageKind(enum.StrEnum):
-    """Why a place in the segments holds no readable events."""
+class FindingKind(enum.StrEnum):
+    """What a walk through the segments, or a verification of the whole directory, found."""
 
+    # In the segments
     CORRUPT_PAYLOAD = "corrupt_payload"
     CORRUPT_HEADER = "corrupt_header"
     UNDECODABLE = "undecodable"
@@ -198,12 +199,20 @@ class DamageKind(enum.StrEnum):
     FOREIGN = "foreign"
     MISSING = "missing"
     REPEAT = "repeat"
+    # Elsewhere in the directory
+    TORN_TAIL = "torn_tail"
+    NEVER_WRITTEN = "never_written"
+    JOURNAL = "journal"
+    IDENTITY = "identity"
+    LEFTOVER = "leftover"
+    QUARANTINE = "quarantine"
+    FASTQUEUE = "fastqueue"
 
 
 class Damage(NamedTuple):
     """A place without readable events; the offsets ``[first, end)`` should have been there."""
 
-    kind: DamageKind
+    kind: FindingKind
     file: str
     byte: int
     length: int
@@ -226,10 +235,10 @@ class IntactFrame(NamedTuple):
 
 
 _DAMAGE_KINDS = {
-    InvalidRegionKind.TORN: DamageKind.TRUNCATED,
-    InvalidRegionKind.CORRUPT_HEADER: DamageKind.CORRUPT_HEADER,
-    InvalidRegionKind.REPEAT: DamageKind.REPEAT,
-    InvalidRegionKind.GAP: DamageKind.MISSING,
+    InvalidRegionKind.TORN: FindingKind.TRUNCATED,
+    InvalidRegionKind.CORRUPT_HEADER: FindingKind.CORRUPT_HEADER,
+    InvalidRegionKind.REPEAT: FindingKind.REPEAT,
+    InvalidRegionKind.GAP: FindingKind.MISSING,
 }
 
 
@@ -247,11 +256,11 @@ class SegmentWalk:
     def __iter__(self) -> Iterator[IntactFrame | Damage]:
         for segment in self._segments:
             if segment.foreign and segment.is_trailing:
-                yield self._skip_segment(segment, DamageKind.FOREIGN, self._expected)
+                yield self._skip_segment(segment, FindingKind.FOREIGN, self._expected)
                 continue
             if segment.first > self._expected:
                 name = format_segment_name(self._expected)
-                yield Damage(DamageKind.MISSING, name, 0, 0, self._expected, segment.first)
+                yield Damage(FindingKind.MISSING, name, 0, 0, self._expected, segment.first)
                 self._expected = segment.first
             yield from self._walk_through(segment)
 
@@ -261,17 +270,17 @@ class SegmentWalk:
                 if segment.readable:
                     yield from self._read_frames(fd, segment)
                 elif segment.foreign:
-                    yield self._skip_segment(segment, DamageKind.FOREIGN, segment.limit)
+                    yield self._skip_segment(segment, FindingKind.FOREIGN, segment.limit)
                 else:
                     end = segment.limit
                     if segment.is_trailing:
                         end = self._find_end_by_headers(fd, segment)
-                    yield self._skip_segment(segment, DamageKind.SCHEMA, end)
+                    yield self._skip_segment(segment, FindingKind.SCHEMA, end)
         except FileNotFoundError:
             end = self._expected if segment.is_last else segment.limit
-            yield self._skip_segment(segment, DamageKind.MISSING, end)
+            yield self._skip_segment(segment, FindingKind.MISSING, end)
 
-    def _skip_segment(self, segment: SegmentFile, kind: DamageKind, end: int) -> Damage:
+    def _skip_segment(self, segment: SegmentFile, kind: FindingKind, end: int) -> Damage:
         first, self._expected = self._expected, max(self._expected, end)
         name = segment.path.name
         return Damage(kind, name, 0, segment.size, first, self._expected, segment=segment)
@@ -294,7 +303,7 @@ class SegmentWalk:
             if self._expected >= segment.limit:
                 # The rest comes again in the next segment: a rewrite was interrupted.
                 rest, at = segment.size - region.byte, self._expected
-                yield Damage(DamageKind.REPEAT, segment.path.name, region.byte, rest, at, at)
+                yield Damage(FindingKind.REPEAT, segment.path.name, region.byte, rest, at, at)
                 return
             if isinstance(region, InvalidRegion):
                 yield self._describe_region(segment, region)
@@ -321,12 +330,12 @@ class SegmentWalk:
             return IntactFrame(segment, byte, size, first, header.end, None)
         payload = self._disk.read(fd, header.length, byte + HEADER_SIZE)
         if compute_checksum([payload]) != header.payload_crc:
-            kind = DamageKind.CORRUPT_PAYLOAD
+            kind = FindingKind.CORRUPT_PAYLOAD
             return Damage(kind, name, byte, size, first, header.end, segment=segment)
         try:
             block, _ = decode_events(header, payload, segment.schema.schema)
         except FrameDamaged as error:
-            kind = DamageKind.UNDECODABLE
+            kind = FindingKind.UNDECODABLE
             return Damage(kind, name, byte, size, first, header.end, str(error), segment)
         block = restorer.restore(block).slice(first - header.first)
         return IntactFrame(segment, byte, size, first, header.end, block)
