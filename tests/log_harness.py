@@ -1,4 +1,4 @@
-"""Logs as tests have them: opened in a line, filled with numbered events, read to the end."""
+"""Helpers for tests of the log: open it, append numbered events, read all of it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def append_events(log: Log, count: int, blocks: int = 1) -> None:
 def read_all(
     log: Log, offset: int = 0, max_events: int = 1000
 ) -> list[bytes | UnreadableRange | None]:
-    """Everything from ``offset`` on: values, and faults where there are none."""
+    """Return the values from ``offset`` on, and the unreadable ranges."""
     reader = log.create_reader()
     found: list[bytes | UnreadableRange | None] = []
     while (result := reader.read(offset, max_events)) is not None:
@@ -68,7 +68,7 @@ def read_all(
 
 
 def write_three_frames(directory: Path) -> tuple[Path, list[int]]:
-    """A chunk with three frames of ten events, and the bytes at which they begin and end."""
+    """Write a segment of three frames of ten events; return the bytes where they begin and end."""
     log = open_log(directory)
     places = []
     for _ in range(3):
@@ -79,7 +79,7 @@ def write_three_frames(directory: Path) -> tuple[Path, list[int]]:
 
 
 def read_quarantine(directory: Path) -> bytes:
-    """All bytes in quarantine."""
+    """Return all bytes in quarantine."""
     folder = directory / "quarantine"
     files = sorted(folder.iterdir()) if folder.exists() else []
     return b"".join(path.read_bytes() for path in files)

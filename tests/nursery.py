@@ -1,8 +1,8 @@
-"""Where processes come from that tests start by the dozen, to be killed or to run a command.
+"""Starts the many processes that tests kill, or in which they run a command.
 
-Each is a process of its own, forked from a server that has turnlane imported and nothing opened:
-so a life costs some milliseconds. A test process has one such server, which imports what it is
-told of when it is first used: therefore everything is named here.
+Each process is forked from a server that has imported turnlane and has opened nothing, so it starts
+in some milliseconds. A test process has one such server. The server imports its modules when it is
+first used, so all of them are listed here.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ NEEDED = (
 
 
 def nursery() -> ForkServerContext:
-    """What makes such processes."""
+    """Return the context that starts such processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(NEEDED))
     return context
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """What ``turnlane`` with these arguments says, and its exit code."""
+    """Run ``turnlane`` with these arguments; return its output and its exit code."""
     with tempfile.TemporaryDirectory() as place:
         said = [Path(place, name) for name in ("stdout", "stderr")]
         process = nursery().Process(target=_command, args=(arguments, said))

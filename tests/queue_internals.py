@@ -1,4 +1,4 @@
-"""The insides of a queue, for the tests that look at them."""
+"""Access to the private parts of a queue, for the tests that need them."""
 
 from __future__ import annotations
 

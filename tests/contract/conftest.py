@@ -1,6 +1,7 @@
 """The harnesses as fixtures: ``every`` runs a test over all kinds, ``buffering`` over most.
 
-The five kinds, that is, and the client of a node, which is a proxy with a real network.
+There is one for each of the five kinds, and one for the client of a node: a proxy with a real
+network.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def storing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]
 
 @pytest.fixture
 def direct(tmp_path: Path) -> Iterator[Harness]:
-    """The harness of the direct kind, for what only it does."""
+    """The harness of the direct kind."""
     yield from _closed_after(DirectHarness(tmp_path))
 
 

@@ -1,7 +1,7 @@
-"""How the contract suite gets its queues: a small harness for each kind.
+"""The queues of the contract suite: a small harness for each kind.
 
 A harness opens queues of its kind with the knobs that a test asks for, takes events out of them,
-and closes them when the test is over. Then every ledger has to add up.
+and closes them after the test. Then every ledger must add up.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from turnlane.serving.auth import Authority
 from turnlane.testing import FaultyDisk, LoopbackTransport
 
 PATIENCE = 20.0
-"""Seconds after which a test gives up waiting: generous, because machines are noisy."""
+"""Seconds after which a test gives up waiting. Generous: machines may be busy."""
 NOTICEABLE = 0.05
-"""Seconds for which to watch that something does not happen."""
+"""Seconds to wait in order to show that nothing happens."""
 
 T = TypeVar("T")
 
@@ -45,12 +45,12 @@ def wait_until(
     while not condition():
         waited = time.monotonic() - start
         assert waited < patience, f"{what} did not come about in {patience:g} s"
-        # A look may delay the threads that the test waits for: look less often over time.
+        # Each check may delay the threads that the test waits for: check less often over time.
         time.sleep(min(max(0.001, waited / 20), 0.05))
 
 
 def assert_never(condition: Callable[[], bool], what: str = "the condition") -> None:
-    """Watch for a moment that the condition does not come to hold."""
+    """Check for a moment that the condition stays false."""
     deadline = time.monotonic() + NOTICEABLE
     while time.monotonic() < deadline:
         assert not condition(), f"{what} came about"
@@ -58,7 +58,7 @@ def assert_never(condition: Callable[[], bool], what: str = "the condition") -> 
 
 
 class Task(Generic[T]):
-    """A call on a thread of its own, with its result or its error."""
+    """A call on its own thread, with its result or its error."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
@@ -79,7 +79,7 @@ class Task(Generic[T]):
         return self.thread.is_alive()
 
     def result(self) -> T:
-        """What the call returned, waiting for it; raises what it raised."""
+        """Wait for the call; return its result or raise its error."""
         self.thread.join(PATIENCE)
         assert not self.running, "the call hangs"
         if self._error is not None:
@@ -88,7 +88,7 @@ class Task(Generic[T]):
 
 
 class Acks:
-    """An ack callback that remembers what it was told."""
+    """An ack callback that keeps all acks."""
 
     def __init__(self) -> None:
         self.told: list[Ack] = []
@@ -98,16 +98,16 @@ class Acks:
 
     @property
     def count(self) -> int:
-        """Events that reached the level."""
+        """How many events reached the level."""
         return sum(ack.count for ack in list(self.told))
 
     @property
     def dropped(self) -> int:
-        """Events that never will."""
+        """How many events were dropped."""
         return sum(ack.dropped for ack in list(self.told))
 
     def wait_for(self, count: int) -> None:
-        """Wait until ``count`` events are acked, and check that no more are."""
+        """Wait until ``count`` events are acked, and check that there are no more."""
         wait_until(lambda: self.count >= count, f"{count} acks")
         assert self.count == count
 
@@ -117,19 +117,19 @@ class Harness(abc.ABC):
 
     kind: ClassVar[Kind]
     label: ClassVar[str] = ""
-    """What it is called in the names of tests, if not by its kind."""
+    """Its name in test ids, if it differs from the kind."""
     persists_by_itself: ClassVar[bool] = False
-    """Whether ``persisted`` comes before delivery, without anything being consumed."""
+    """Whether ``persisted`` comes before delivery, without a consumer."""
 
     delivers_in_background: ClassVar[bool] = False
-    """Whether events are taken out without a ``get()``, to be got elsewhere."""
+    """Whether events leave the queue without a ``get()``, to be consumed elsewhere."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.queues: list[Queue] = []
 
     def open(self, *, stalled: bool = False, clock: Clock = SYSTEM_CLOCK, **knobs: Any) -> Queue:
-        """Open a queue; if ``stalled``, its only way out is its consumer, until :meth:`resume`."""
+        """Open a queue; if ``stalled``, it is stalled until :meth:`resume`."""
         queue = self.make(clock, **knobs)
         self.queues.append(queue)
         if stalled:
@@ -141,16 +141,16 @@ class Harness(abc.ABC):
         """Make a queue with these knobs."""
 
     def stall(self) -> None:  # noqa: B027 - most kinds have nothing to do here
-        """Let nothing leave a queue but by its consumer, so that it fills up."""
+        """Let events leave a queue only by its consumer, so that it can become full."""
 
     def resume(self) -> None:  # noqa: B027 - most kinds have nothing to do here
         """End the stall."""
 
     def settle_in(self, queue: Queue) -> None:  # noqa: B027 - likewise
-        """Wait until published events are where they stay during a stall."""
+        """Wait until published events have reached their place during a stall."""
 
     def receive(self, queue: Queue, count: int) -> list[bytes | None]:
-        """The next ``count`` values, their events settled as delivered."""
+        """Take the next ``count`` events, settle them, and return their values."""
         values: list[bytes | None] = []
         while len(values) < count:
             with queue.get(count - len(values), timeout=PATIENCE) as batch:
@@ -158,7 +158,7 @@ class Harness(abc.ABC):
         return values
 
     def close(self) -> None:
-        """Close all queues; every ledger has to add up before and after."""
+        """Close all queues; every ledger must add up before and after."""
         self.resume()
         for queue in self.queues:
             check(queue.stats())
@@ -167,7 +167,7 @@ class Harness(abc.ABC):
 
 
 def check(stats: Stats) -> None:
-    """The ledger adds up, and an empty queue takes no room, unless the test closed it."""
+    """Check that the ledger adds up and that an empty open queue takes no room."""
     assert stats.ledger.adds_up, stats.ledger
     assert stats.size >= 0
     assert stats.bytes >= 0
@@ -177,12 +177,12 @@ def check(stats: Stats) -> None:
 
 
 def values_of(batch: Batch) -> list[bytes | None]:
-    """The values of a batch."""
+    """Return the values of a batch."""
     return [event.value for event in batch]
 
 
 class DirectHarness(Harness):
-    """A direct queue calls a consumer, which here collects what it is given."""
+    """A direct queue calls a consumer, which collects its batches here."""
 
     kind = Kind.DIRECT
     persists_by_itself = True
@@ -204,7 +204,7 @@ class DirectHarness(Harness):
 
 
 class MemoryHarness(Harness):
-    """A memory queue has no way out but its consumer."""
+    """Events leave a memory queue only by its consumer."""
 
     kind = Kind.MEMORY
 
@@ -213,7 +213,7 @@ class MemoryHarness(Harness):
 
 
 class DiskHarness(Harness):
-    """A disk queue counts the events on disk against its bounds, so that writing makes no room."""
+    """A disk queue counts events on disk against its bounds: writing makes no room."""
 
     kind = Kind.DISK
     persists_by_itself = True
@@ -229,12 +229,12 @@ class DiskHarness(Harness):
         return open_queue(clock=clock, disk=self.disk, kind=self.kind, **knobs)
 
     def reopen(self) -> Queue:
-        """Open again the queue that was opened last."""
+        """Open the last queue again."""
         return self.open(path=self.path / f"queue-{len(self.queues) - 1}")
 
 
 class DiskAssistedHarness(DiskHarness):
-    """Memory is full only while the disk does not help, so a stall is a disk that is full."""
+    """Memory becomes full only if the disk is full, so a stall is a full disk."""
 
     kind = Kind.DISK_ASSISTED
     persists_by_itself = False
@@ -326,25 +326,25 @@ class ClientHarness(ProxyHarness):
 KEEPING: Sequence[type[Harness]] = (MemoryHarness, DiskHarness, DiskAssistedHarness)
 """The kinds whose events wait in the queue itself until they are settled."""
 BUFFERING: Sequence[type[Harness]] = (*KEEPING, ProxyHarness, ClientHarness)
-"""The kinds in which events wait, be it for a node to take them."""
+"""The kinds in which events wait, for a consumer or for a node."""
 STORING: Sequence[type[Harness]] = (DiskHarness, DiskAssistedHarness)
 """The kinds that keep a directory."""
 EVERY: Sequence[type[Harness]] = (DirectHarness, *BUFFERING)
 
 
 def numbered(first: int, end: int) -> list[bytes]:
-    """Values ``first`` to ``end - 1``, to be told apart."""
+    """Return the distinct values ``first`` to ``end - 1``."""
     return [b"%03d" % number for number in range(first, end)]
 
 
 def publish_all(producer: Producer, values: Sequence[bytes]) -> None:
-    """Publish one by one."""
+    """Publish values one by one."""
     for value in values:
         assert producer.publish(value)
 
 
 def bytes_for(*values: bytes) -> int:
-    """What these values count for, published one by one."""
+    """Return the bytes that these values count for if they are published one by one."""
     return sum(len(value) + EVENT_OVERHEAD for value in values)
 
 
@@ -354,7 +354,7 @@ def wait_for_line(queue: Queue, length: int) -> None:
 
 
 def line_up(queue: Queue, *calls: Callable[[], T]) -> list[Task[T]]:
-    """Start calls that block, each once the one before it stands in line."""
+    """Start calls that block, each after the earlier one is in line."""
     tasks: list[Task[T]] = []
     already = queue.stats().blocked_publishers
     for call in calls:
@@ -366,6 +366,6 @@ def line_up(queue: Queue, *calls: Callable[[], T]) -> list[Task[T]]:
 def follow(
     queue: Queue, level: AckLevel = AckLevel.DELIVERED, **options: Any
 ) -> tuple[Producer, Acks]:
-    """A producer and the acks that it hears."""
+    """Return a producer and its acks."""
     acks = Acks()
     return queue.producer(ack=level, on_ack=acks, **options), acks

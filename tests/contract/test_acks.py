@@ -1,4 +1,4 @@
-"""Do producers hear of exactly their own events, in publish order, never early?"""
+"""Producers get acks of exactly their own events, in publish order, never early."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LEVELS = list(AckLevel)
 
 
 def take(queue: Queue, batches: int, each: int = 1) -> list[Batch]:
-    """So many batches of ``each`` events."""
+    """Take ``count`` batches of ``each`` events."""
     return [queue.get(each) for _ in range(batches)]
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_event_is_acked_once_at_the_level_asked_for(every: Harness, level: AckLevel) -> None:
-    """Counts are exact, and every ack names the level and where it ends."""
+    """Counts are exact, and every ack has its level and its end."""
     queue = every.open()
     producer, acks = follow(queue, level)
     publish_all(producer, numbered(0, 5))
@@ -50,7 +50,7 @@ def test_every_event_is_acked_once_at_the_level_asked_for(every: Harness, level:
 
 
 def test_accepted_is_acked_without_a_consumer(buffering: Harness) -> None:
-    """An event in the queue is accepted, with or without a consumer."""
+    """An event is accepted as soon as it is in the queue."""
     queue = buffering.open()
     producer, acks = follow(queue, AckLevel.ACCEPTED)
     publish_all(producer, numbered(0, 3))
@@ -58,7 +58,7 @@ def test_accepted_is_acked_without_a_consumer(buffering: Harness) -> None:
 
 
 def test_delivered_is_acked_only_when_done(buffering: Harness) -> None:
-    """Neither publishing nor handing out acks anything; settling does."""
+    """Publishing and handing out ack nothing; settling does."""
     queue = buffering.open()
     producer, acks = follow(queue, AckLevel.DELIVERED)
     producer.publish(b"one")
@@ -69,7 +69,7 @@ def test_delivered_is_acked_only_when_done(buffering: Harness) -> None:
 
 
 def test_dead_events_are_acked_too(buffering: Harness) -> None:
-    """A dead letter is kept by its consumer, so its producer need not worry either."""
+    """The consumer keeps a dead letter, so its producer gets an ack as well."""
     queue = buffering.open()
     producer, acks = follow(queue, AckLevel.DELIVERED)
     producer.publish(b"one")
@@ -79,7 +79,7 @@ def test_dead_events_are_acked_too(buffering: Harness) -> None:
 
 
 def test_a_direct_consumers_dead_letters_are_acked_too(direct: Harness) -> None:
-    """A consumer that keeps an event as dead letter has taken it off the publisher's hands."""
+    """A consumer that keeps an event as a dead letter is responsible for it."""
     queue = direct.open(consumer=lambda batch: batch.dead())
     producer, acks = follow(queue)
     assert producer.publish(b"one")
@@ -103,7 +103,7 @@ def test_batches_done_in_reverse_are_acked_in_publish_order(buffering: Harness) 
 
 
 def test_batches_done_in_any_order_are_acked_up_to_the_first_gap(buffering: Harness) -> None:
-    """Acks go as far as everything before is done, and no further."""
+    """Acks end where the first unsettled event begins."""
     queue = buffering.open()
     producer, acks = follow(queue)
     batches = []
@@ -117,7 +117,7 @@ def test_batches_done_in_any_order_are_acked_up_to_the_first_gap(buffering: Harn
 
 
 def test_counts_are_exact_for_each_of_several_producers(buffering: Harness) -> None:
-    """Producers that publish in turns each hear of their own events only."""
+    """Producers that publish in turns get acks only for their own events."""
     queue = buffering.open()
     one, acks_of_one = follow(queue)
     other, acks_of_other = follow(queue)
@@ -146,7 +146,7 @@ def test_a_producer_without_callback_does_not_disturb_one_with_callback(every: H
 
 
 def test_producers_may_share_a_callback(every: Harness) -> None:
-    """Two producers with one callback make two series of acks that add up."""
+    """Two producers with one callback get two series of acks that add up."""
     queue = every.open()
     acks = Acks()
     one = queue.producer(ack="delivered", on_ack=acks)
@@ -159,7 +159,7 @@ def test_producers_may_share_a_callback(every: Harness) -> None:
 
 
 def test_each_producer_has_its_own_level(disk: Harness) -> None:
-    """Producers of one queue may hear of acceptance, persistence and delivery side by side."""
+    """Producers of one queue can use different levels at the same time."""
     queue = disk.open()
     told = {level: follow(queue, level) for level in LEVELS}
     for producer, _ in told.values():
@@ -172,7 +172,7 @@ def test_each_producer_has_its_own_level(disk: Harness) -> None:
 
 
 def test_a_persisted_ack_comes_only_once_the_event_is_persisted(every: Harness) -> None:
-    """A queue that keeps nothing on disk says persisted on delivery, and not before."""
+    """A queue without a disk acks persisted on delivery, and not before."""
     queue = every.open()
     producer, acks = follow(queue, AckLevel.PERSISTED)
     producer.publish(b"one")
@@ -183,7 +183,7 @@ def test_a_persisted_ack_comes_only_once_the_event_is_persisted(every: Harness) 
 
 
 def test_a_spilled_event_is_acked_as_persisted(disk_assisted: Harness) -> None:
-    """What a disk-assisted queue has moved to disk is persisted, though not delivered."""
+    """Events that were spilled to disk are persisted before they are delivered."""
     queue = disk_assisted.open(size=4, high_watermark=3, low_watermark=0)
     producer, acks = follow(queue, AckLevel.PERSISTED)
     publish_all(producer, numbered(0, 4))
@@ -210,7 +210,7 @@ def test_an_ack_states_its_durability(every: Harness, level: AckLevel) -> None:
 def test_without_callback_publish_returns_when_the_level_is_reached(
     every: Harness, level: AckLevel, in_block: bool
 ) -> None:
-    """A producer that cannot be called back waits instead."""
+    """A producer without a callback waits."""
     queue = every.open()
     producer = queue.producer(ack=level)
 
@@ -239,7 +239,7 @@ def test_try_publish_never_waits_for_a_level(every: Harness) -> None:
 
 
 def test_a_publish_that_waits_for_its_level_ends_at_close(buffering: Harness) -> None:
-    """Closed before it was acked: the publisher hears that, and not that all is well."""
+    """The publisher gets QueueClosed, because the event is not acked."""
     queue = buffering.open()
     producer = queue.producer(ack="delivered")
     publishing = Task(lambda: producer.publish(b"one"))
@@ -250,7 +250,7 @@ def test_a_publish_that_waits_for_its_level_ends_at_close(buffering: Harness) ->
 
 
 def test_callbacks_run_on_a_thread_of_their_own(every: Harness) -> None:
-    """Neither the publisher's nor the consumer's thread is used for acks."""
+    """Callbacks use neither the publisher's nor the consumer's thread."""
     queue = every.open()
     threads: list[threading.Thread] = []
     producer = queue.producer(
@@ -264,7 +264,7 @@ def test_callbacks_run_on_a_thread_of_their_own(every: Harness) -> None:
 
 
 def test_a_slow_callback_delays_no_publisher(every: Harness) -> None:
-    """While a callback is stuck, publishing, getting and settling go on."""
+    """While a callback blocks, publishing, getting and settling continue."""
     queue = every.open()
     stuck, go_on = threading.Event(), threading.Event()
     acks = Acks()
@@ -288,7 +288,7 @@ def test_a_slow_callback_delays_no_publisher(every: Harness) -> None:
 def test_a_callback_that_raises_costs_no_other_ack(
     every: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The error is logged with the ack that was lost on it, and the next ack comes."""
+    """The error is logged with its ack, and the next ack comes."""
     queue = every.open()
     acks = Acks()
 
@@ -310,7 +310,7 @@ def test_a_callback_that_raises_costs_no_other_ack(
 
 
 def test_a_callback_may_publish(every: Harness) -> None:
-    """An ack may be answered with another event, into the same queue."""
+    """A callback may publish to the same queue."""
     queue = every.open()
     acks = Acks()
 
@@ -326,7 +326,7 @@ def test_a_callback_may_publish(every: Harness) -> None:
 
 
 def test_a_callback_may_wait_for_room(buffering: Harness) -> None:
-    """A callback that a full queue blocks enters when there is room."""
+    """A callback that waits at a full queue continues when there is room."""
     queue = buffering.open(size=1, stalled=True)
     acks = Acks()
     answered = threading.Event()
@@ -345,7 +345,7 @@ def test_a_callback_may_wait_for_room(buffering: Harness) -> None:
 
 
 def test_a_callback_may_close_the_queue(every: Harness) -> None:
-    """Closing from a callback neither deadlocks nor acks anything more."""
+    """A close from a callback does not deadlock, and no more acks come."""
     queue = every.open()
     closed = threading.Event()
     acks = Acks()
@@ -363,7 +363,7 @@ def test_a_callback_may_close_the_queue(every: Harness) -> None:
 
 
 def test_a_callback_may_close_the_queue_and_wait_for_it_to_drain(buffering: Harness) -> None:
-    """A draining close from a callback waits for consumers, who go on."""
+    """A draining close from a callback waits for consumers, which continue."""
     queue = buffering.open()
     closed = threading.Event()
 
@@ -380,7 +380,7 @@ def test_a_callback_may_close_the_queue_and_wait_for_it_to_drain(buffering: Harn
 def test_a_direct_queue_acks_in_publish_order_when_consumers_end_out_of_order(
     direct: Harness,
 ) -> None:
-    """Consumers on several threads end in any order; acks and their ends go by offset."""
+    """Consumers on several threads end in any order; acks follow the offsets."""
     go_on = {value: threading.Event() for value in numbered(0, 3)}
 
     def consume(batch: Batch) -> None:

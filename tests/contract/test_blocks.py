@@ -1,4 +1,4 @@
-"""Which blocks does a queue take, and do they come out as they went in?"""
+"""Blocks that a queue accepts, and their contents for consumers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from turnlane.queues.settings import Kind
 
 
 def with_columns(values: list[bytes], **columns: Any) -> Block:
-    """A block with further columns."""
+    """Return a block with additional columns."""
     block = block_of(values, timestamps=0)
     for name, column in columns.items():
         block = block.append_column(name, column)
@@ -53,7 +53,7 @@ class Receiver:
         self._blocks.append(batch.block)
 
     def receive(self, count: int) -> Block:
-        """The next ``count`` events as one block."""
+        """Return the next ``count`` events as one block."""
         while sum(block.num_rows for block in self._blocks) < count:
             assert not self._is_direct
             with self.queue.get(count, timeout=20) as batch:
@@ -63,7 +63,7 @@ class Receiver:
 
 
 def test_publish_block_returns_the_first_offset(every: Harness) -> None:
-    """The first offset, how many were taken, and nothing dropped or repeated."""
+    """The result also has the accepted events, and no dropped or repeated ones."""
     queue = every.open()
     producer = queue.producer()
     assert producer.publish_block(block_of(numbered(0, 3))) == (0, 3, 0, 0)
@@ -72,7 +72,7 @@ def test_publish_block_returns_the_first_offset(every: Harness) -> None:
 
 
 def test_every_event_has_a_timestamp(every: Harness) -> None:
-    """Now, where its publisher gave none; also in the second block, whose schema is known."""
+    """The default is now, also in a second block of the same schema."""
     receiver = Receiver(every)
     producer = receiver.queue.producer()
     before = time.time_ns() // 1000
@@ -85,7 +85,7 @@ def test_every_event_has_a_timestamp(every: Harness) -> None:
 
 
 def test_a_block_larger_than_the_queue_goes_in_piece_by_piece(buffering: Harness) -> None:
-    """The publisher waits for room for each piece, and order holds."""
+    """The publisher waits for room for each piece, and the order is kept."""
     queue = buffering.open(size=3)
     producer, acks = follow(queue)
     publishing = Task(lambda: producer.publish_block(block_of(numbered(0, 20))))
@@ -96,7 +96,7 @@ def test_a_block_larger_than_the_queue_goes_in_piece_by_piece(buffering: Harness
 
 
 def test_a_block_with_more_bytes_than_the_queue_goes_in_piece_by_piece(buffering: Harness) -> None:
-    """The bound in bytes cuts a block as the one in events does, uneven events included."""
+    """The bound in bytes cuts a block like the bound in events, even if sizes vary."""
     queue = buffering.open(max_bytes=1300)
     values = [b"%02d" % n * (n * n) for n in range(25)]
     producer = queue.producer()
@@ -106,7 +106,7 @@ def test_a_block_with_more_bytes_than_the_queue_goes_in_piece_by_piece(buffering
 
 
 def test_a_large_block_that_does_not_fit_in_time_raises_queue_full(buffering: Harness) -> None:
-    """The timeout is for the whole block; the pieces that went in are in."""
+    """The timeout is for the whole block; accepted pieces stay in the queue."""
     queue = buffering.open(size=4, stalled=True)
     started = time.monotonic()
     with pytest.raises(QueueFull):
@@ -136,7 +136,7 @@ def test_queue_full_for_a_large_block_tells_how_many_events_are_in(buffering: Ha
 def test_publish_of_a_large_block_returns_when_all_pieces_reach_the_level(
     buffering: Harness,
 ) -> None:
-    """Pieces need not wait for each other's acks; the publisher waits for the last."""
+    """Pieces do not wait for each other's acks; the publisher waits for the last one."""
     queue = buffering.open(size=4)
     producer = queue.producer(ack="delivered")
     publishing = Task(lambda: producer.publish_block(block_of(numbered(0, 20))))
@@ -148,7 +148,7 @@ def test_publish_of_a_large_block_returns_when_all_pieces_reach_the_level(
 
 
 def test_an_event_too_large_refuses_all_pieces_of_its_block(buffering: Harness) -> None:
-    """Whoever leaves the event out and publishes the rest again makes no duplicates."""
+    """A publisher that removes the event and publishes again makes no duplicates."""
     queue = buffering.open(size=4, max_event_bytes=200)
     block = block_of([*numbered(0, 9), b"x" * 1000])
     with pytest.raises(EventTooLarge):
@@ -157,7 +157,7 @@ def test_an_event_too_large_refuses_all_pieces_of_its_block(buffering: Harness) 
 
 
 def test_a_block_that_fits_is_not_interleaved_with_other_events(buffering: Harness) -> None:
-    """A block no larger than the queue goes in as one, at any place in line."""
+    """A block that fits into the queue enters in one step, at any place in line."""
     queue = buffering.open(size=4, stalled=True)
     publish_all(queue.producer(), numbered(0, 2))
     blocks = [block_of([b"%c" % name] * 3) for name in b"abcd"]
@@ -185,7 +185,7 @@ def test_try_publish_block_is_all_or_nothing(buffering: Harness) -> None:
 
 
 def test_a_block_that_can_never_go_in_at_once_is_refused_by_try(buffering: Harness) -> None:
-    """Trying again would never help, so it is EventTooLarge and not None."""
+    """Another attempt cannot succeed, so it raises EventTooLarge."""
     queue = buffering.open(size=4, max_bytes=10_000)
     producer = queue.producer()
     with pytest.raises(EventTooLarge):
@@ -228,7 +228,7 @@ def test_an_empty_block_changes_nothing(every: Harness) -> None:
 
 
 def test_extra_columns_are_kept(every: Harness) -> None:
-    """Columns that a parse or transform added come out by name and type."""
+    """Additional columns keep their name and type."""
     receiver = Receiver(every)
     status = pa.array([200, None], pa.int32())
     tags = pa.array([["a"], []], pa.list_(pa.string()))
@@ -241,7 +241,7 @@ def test_extra_columns_are_kept(every: Harness) -> None:
 
 
 def test_blocks_of_different_columns_follow_each_other(buffering: Harness) -> None:
-    """Where a batch has blocks with and without a column, it is null where it was missing."""
+    """In a batch of blocks with and without a column, missing values are null."""
     receiver = Receiver(buffering)
     producer = receiver.queue.producer()
     one = pa.array([1], pa.int32())
@@ -266,7 +266,7 @@ def test_blocks_of_different_columns_follow_each_other(buffering: Harness) -> No
     ids=["value-text", "severity-int64", "dictionary", "null-type", "twice"],
 )
 def test_a_block_with_wrong_columns_is_refused(every: Harness, block: Block) -> None:
-    """What does not fit the schema is the publisher's mistake, and leaves no trace."""
+    """The publisher gets the error, and the queue is unchanged."""
     queue = every.open()
     producer = queue.producer()
     for publish_block in (producer.publish_block, producer.try_publish_block):
@@ -279,7 +279,7 @@ def test_a_block_with_wrong_columns_is_refused(every: Harness, block: Block) -> 
 
 @pytest.mark.parametrize("severity", [-1, 8])
 def test_a_block_with_a_severity_out_of_bounds_is_refused(every: Harness, severity: int) -> None:
-    """The error names the severity; a later block is none the worse for it."""
+    """The error names the severity; a later block is accepted."""
     producer = every.open().producer()
     for _ in range(2):
         producer.publish_block(block_of([b"x", b"y"], severities=[7, None]))
@@ -311,7 +311,7 @@ def test_a_refused_block_sets_no_column_types(buffering: Harness) -> None:
 
 
 def test_a_direct_queue_accepts_changing_column_types(direct: Harness) -> None:
-    """Where nothing is kept, blocks need not fit each other."""
+    """A direct queue stores nothing, so types may change."""
     queue = direct.open()
     producer = queue.producer()
     producer.publish_block(with_columns([b"000"], extra=pa.array([1], pa.int32())))
@@ -320,7 +320,7 @@ def test_a_direct_queue_accepts_changing_column_types(direct: Harness) -> None:
 
 
 def test_a_slice_of_a_block_can_be_published(every: Harness) -> None:
-    """What lies outside the slice neither comes along nor takes room."""
+    """Only the events of the slice are published and take room."""
     receiver = Receiver(every)
     block = with_columns(numbered(0, 1000), extra=pa.array(range(1000), pa.int64()))
     receiver.queue.producer().publish_block(block.slice(500, 3))
@@ -344,7 +344,7 @@ def test_null_columns_stay_null(every: Harness) -> None:
 
 
 def test_a_block_need_not_have_all_columns(every: Harness) -> None:
-    """Base columns left out are null on the way out, the timestamp apart."""
+    """Missing base columns are null for consumers, except the timestamp."""
     receiver = Receiver(every)
     receiver.queue.producer().publish_block(pa.record_batch({"key": ["a", "b"]}))
     received = receiver.receive(2)
@@ -356,7 +356,7 @@ def test_a_block_need_not_have_all_columns(every: Harness) -> None:
 def test_a_later_change_of_the_buffer_does_not_change_the_published_block(
     every: Harness,
 ) -> None:
-    """Blocks are immutable, so the same one may be published again and again."""
+    """The same block can be published repeatedly."""
     queue = every.open()
     producer = queue.producer()
     block = block_of(numbered(0, 3))
@@ -366,7 +366,7 @@ def test_a_later_change_of_the_buffer_does_not_change_the_published_block(
 
 
 def test_values_of_any_bytes_pass_unchanged(every: Harness) -> None:
-    """Zeros, invalid text, empty and long values are all just bytes."""
+    """Zeros, invalid text, empty and long values are plain bytes."""
     queue = every.open()
     values = [b"", b"\x00", b"\xff\xfe", bytes(range(256)), b"x" * 300_000, b"\n"]
     publish_all(queue.producer(), values)

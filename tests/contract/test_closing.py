@@ -1,4 +1,4 @@
-"""What does closing do to publishers, consumers and remaining events?"""
+"""Close and finish: publishers, consumers and remaining events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PUBLISHERS = 50
 
 @pytest.mark.parametrize("end", ["close", "finish"])
 def test_publishing_after_the_end_raises(every: Harness, end: str) -> None:
-    """All four ways of publishing say QueueClosed, and none of them blocks."""
+    """All four publish methods raise QueueClosed, and none of them blocks."""
     queue = every.open()
     producer = queue.producer()
     getattr(queue, end)()
@@ -54,7 +54,7 @@ def test_publishing_after_the_end_raises(every: Harness, end: str) -> None:
 
 @pytest.mark.parametrize("end", ["close", "finish"])
 def test_blocked_publishers_are_woken_by_the_end(buffering: Harness, end: str) -> None:
-    """Whoever stands in line is sent away with QueueClosed, and nothing of theirs went in."""
+    """Publishers in line get QueueClosed, and none of their events is in the queue."""
     queue = buffering.open(size=1, stalled=True)
     producer = queue.producer()
     producer.publish(b"000")
@@ -74,7 +74,7 @@ def test_blocked_publishers_are_woken_by_the_end(buffering: Harness, end: str) -
 
 
 def test_a_publisher_slowed_down_is_woken_by_close(buffering: Harness) -> None:
-    """Flow control ends with the queue."""
+    """A close ends the wait of flow control."""
     queue = buffering.open(size=4, full_delay_mark=1, stalled=True)
     queue.producer().publish(b"000")
     patient = queue.producer(flow="full")
@@ -90,7 +90,7 @@ def test_a_publisher_slowed_down_is_woken_by_close(buffering: Harness) -> None:
 def test_a_second_close_waits_for_the_first(
     keeping: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has closed a queue may open its directory, though another thread was first."""
+    """After any close returns, the directory can be opened again."""
     queue = keeping.open()
     assert isinstance(queue, BufferedQueue)
     entered, go_on = threading.Event(), threading.Event()
@@ -113,7 +113,7 @@ def test_a_second_close_waits_for_the_first(
 
 
 def test_a_callback_may_close_a_queue_that_is_being_closed(keeping: Harness) -> None:
-    """The close waits for the callback, so the callback's own must not wait for it."""
+    """The first close waits for the callback, so the callback's close must not wait."""
     queue = keeping.open()
     assert isinstance(queue, BufferedQueue)
     called, go_on = threading.Event(), threading.Event()
@@ -161,7 +161,7 @@ def test_nothing_is_acked_by_a_close(buffering: Harness) -> None:
     assert not acks.told
 
 
-def test_a_close_accounts_for_what_is_left(buffering: Harness) -> None:
+def test_a_close_counts_the_remaining_events(buffering: Harness) -> None:
     """The close counts events in memory as dropped; events on disk are still pending."""
     queue = buffering.open()
     publish_all(queue.producer(), numbered(0, 3))
@@ -176,10 +176,10 @@ def test_a_close_accounts_for_what_is_left(buffering: Harness) -> None:
     batch.release()
 
 
-def test_without_saving_a_disk_assisted_queue_drops_what_is_in_memory(
+def test_a_disk_assisted_queue_that_does_not_save_drops_events_in_memory(
     disk_assisted: Harness,
 ) -> None:
-    """With ``save_on_shutdown`` off, a close counts what it drops."""
+    """With ``save_on_shutdown`` off, a close counts the dropped events."""
     queue = disk_assisted.open(save_on_shutdown=False)
     publish_all(queue.producer(), numbered(0, 3))
     queue.close()
@@ -187,7 +187,7 @@ def test_without_saving_a_disk_assisted_queue_drops_what_is_in_memory(
 
 
 def test_done_after_close_is_refused(keeping: Harness) -> None:
-    """A batch that outlives its queue cannot be settled, and its consumer hears that."""
+    """The consumer of a batch gets QueueClosed if its queue is closed."""
     queue = keeping.open()
     producer, acks = follow(queue)
     producer.publish(b"one")
@@ -202,7 +202,7 @@ def test_done_after_close_is_refused(keeping: Harness) -> None:
 
 
 def test_done_after_close_of_a_proxy_reaches_the_node(proxy: Harness) -> None:
-    """A proxy's batches are its node's, and the node is still there."""
+    """A proxy's batches belong to its node, which is still open."""
     queue = proxy.open()
     queue.producer().publish(b"one")
     batch = queue.get()
@@ -213,7 +213,7 @@ def test_done_after_close_of_a_proxy_reaches_the_node(proxy: Harness) -> None:
 
 
 def test_a_draining_close_waits_for_consumers(buffering: Harness) -> None:
-    """Publishing ends at once, consuming goes on until everything is settled."""
+    """Publishing ends at once; consuming continues until everything is settled."""
     queue = buffering.open()
     producer, acks = follow(queue)
     publish_all(producer, numbered(0, 5))
@@ -230,7 +230,7 @@ def test_a_draining_close_waits_for_consumers(buffering: Harness) -> None:
 
 
 def test_a_draining_close_gives_up_after_its_timeout(buffering: Harness) -> None:
-    """A consumer that never finishes delays a close by the timeout and no more."""
+    """A consumer that never finishes delays a close only by the timeout."""
     queue = buffering.open(shutdown_timeout="600s")
     publish_all(queue.producer(), numbered(0, 2))
     started = time.monotonic()
@@ -241,7 +241,7 @@ def test_a_draining_close_gives_up_after_its_timeout(buffering: Harness) -> None
 
 
 def test_a_draining_close_gives_up_after_shutdown_timeout(buffering: Harness) -> None:
-    """Without a timeout of its own, a draining close has the queue's."""
+    """The default timeout of a draining close is the queue's ``shutdown_timeout``."""
     queue = buffering.open(shutdown_timeout="50ms")
     queue.producer().publish(b"one")
     started = time.monotonic()
@@ -260,7 +260,7 @@ def test_a_draining_close_of_an_empty_queue_returns_at_once(every: Harness) -> N
 
 
 def test_a_forced_close_ends_a_draining_one(buffering: Harness) -> None:
-    """Whoever cannot wait any longer closes again, without draining."""
+    """A second close without drain ends the first one."""
     queue = buffering.open()
     queue.producer().publish(b"one")
     draining = Task(lambda: queue.close(drain=True, timeout=600))
@@ -272,7 +272,7 @@ def test_a_forced_close_ends_a_draining_one(buffering: Harness) -> None:
 
 
 def test_a_direct_close_waits_for_a_running_consumer_only_if_asked_to(direct: Harness) -> None:
-    """A draining close waits for the consumer's call, a forced one does not."""
+    """A draining close waits for the consumer's call; a forced close does not."""
     entered, go_on = threading.Event(), threading.Event()
 
     def consume(batch: Batch) -> None:
@@ -294,7 +294,7 @@ def test_a_direct_close_waits_for_a_running_consumer_only_if_asked_to(direct: Ha
 
 
 def slow_direct(direct: Harness) -> tuple[Queue, threading.Event, Task[bool]]:
-    """A direct queue whose consumer has begun with an event, and goes on when it is told to."""
+    """Return a direct queue whose consumer runs until the test releases it."""
     begun, go_on = threading.Event(), threading.Event()
 
     def consume(_: Batch) -> None:
@@ -319,7 +319,7 @@ def test_a_second_direct_close_waits_for_a_draining_one(direct: Harness) -> None
 
 
 def test_a_forced_direct_close_ends_a_draining_one(direct: Harness) -> None:
-    """As it does in other kinds; the consumer that runs is left to it."""
+    """As in other kinds; the running consumer is not interrupted."""
     queue, go_on, publishing = slow_direct(direct)
     draining = Task(lambda: queue.close(drain=True, timeout=PATIENCE))
     assert_never(lambda: not draining.running, "an early return")
@@ -333,7 +333,7 @@ def test_a_forced_direct_close_ends_a_draining_one(direct: Harness) -> None:
 def test_a_draining_direct_close_that_times_out_logs_it(
     direct: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With what its consumers are still at."""
+    """The log has the number of events that consumers still have."""
     queue, go_on, publishing = slow_direct(direct)
     with caplog.at_level(logging.WARNING):
         queue.close(drain=True, timeout=0.05)
@@ -343,7 +343,7 @@ def test_a_draining_direct_close_that_times_out_logs_it(
 
 
 def test_a_direct_consumer_may_close_its_queue(direct: Harness) -> None:
-    """Closing from within the consumer does not deadlock, and the event is delivered."""
+    """A close from the consumer does not deadlock, and the event is delivered."""
 
     def close(batch: Batch) -> None:
         queue.close()
@@ -376,10 +376,10 @@ def publish_until_closed(queue: Queue, acks: Acks) -> int:
 
 
 @pytest.mark.parametrize("drain", [False, True], ids=["forced", "draining"])
-def test_publishers_that_race_a_close_learn_the_fate_of_their_events(
+def test_publishers_that_race_a_close_learn_whether_their_events_are_in(
     every: Harness, drain: bool
 ) -> None:
-    """With fifty publishers at close, published = acked + what the ledger says is lost or left."""
+    """With fifty publishers, published = acked + dropped + pending in the ledger."""
     waits = every.kind is not Kind.DIRECT
     bounds: dict[str, Any] = {"size": 100} if waits else {}
     queue = every.open(**bounds)
@@ -400,10 +400,10 @@ def test_publishers_that_race_a_close_learn_the_fate_of_their_events(
     assert sum(acks.dropped for acks in heard) == 0
 
 
-def test_a_done_under_way_at_close_counts(
+def test_a_done_that_runs_during_close_counts(
     keeping: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A close waits for a done that is being recorded, so that it is not lost and acked at once."""
+    """The close waits until the done is recorded: otherwise it would be acked and lost."""
     queue = keeping.open()
     assert isinstance(queue, BufferedQueue)
     storage, recording, go_on = state_of(queue).storage, threading.Event(), threading.Event()
@@ -440,7 +440,7 @@ def test_a_done_that_races_close_counts_if_it_returns(keeping: Harness, consumer
         done = sum(task.result() for task in settling)
         assert queue.stats().ledger.delivered == done
         assert acks.count <= done
-        if consumers == 1:  # in order, so that none is held back by an older one
+        if consumers == 1:  # in order: no ack waits for an older event
             assert acks.count == done
 
 
@@ -458,7 +458,7 @@ def settle_one_by_one(queue: Queue) -> int:
 def test_a_draining_close_that_times_out_logs_the_remaining_events(
     buffering: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """How many events, and for how long it has waited."""
+    """The log has the number of events and the seconds."""
     queue = buffering.open(stalled=buffering.delivers_in_background)
     publish_all(queue.producer(), numbered(0, 3))
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""What happens at the bound, and in which order do publishers get past it?"""
+"""The bounds of a queue, and the order of publishers in line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from turnlane.events import block_of
 
 
 def test_the_bound_in_events_is_exact(buffering: Harness) -> None:
-    """A queue of four takes four events and not a fifth."""
+    """A queue of four accepts four events and refuses the fifth."""
     queue = buffering.open(size=4, stalled=True)
     producer = queue.producer()
     publish_all(producer, numbered(0, 3))
@@ -49,7 +49,7 @@ def test_the_bound_in_bytes_is_exact(buffering: Harness) -> None:
 
 
 def test_all_columns_of_an_event_count_in_bytes(buffering: Harness) -> None:
-    """Key, source and headers take room as the value does."""
+    """Key, source and headers take room like the value."""
     queue = buffering.open(max_bytes=1000, stalled=True)
     producer = queue.producer()
     producer.publish(b"value")
@@ -59,7 +59,7 @@ def test_all_columns_of_an_event_count_in_bytes(buffering: Harness) -> None:
 
 
 def test_publish_blocks_at_the_bound_until_there_is_room(buffering: Harness) -> None:
-    """A publisher at a full queue waits, and its event goes in when another leaves."""
+    """The publisher waits, and its event enters when another leaves."""
     queue = buffering.open(size=2, stalled=True)
     producer = queue.producer()
     publish_all(producer, numbered(0, 2))
@@ -72,7 +72,7 @@ def test_publish_blocks_at_the_bound_until_there_is_room(buffering: Harness) -> 
 
 
 def test_publish_blocks_at_the_bound_in_bytes(buffering: Harness) -> None:
-    """The bound in bytes makes publishers wait just as the one in events does."""
+    """The bound in bytes makes publishers wait like the bound in events."""
     queue = buffering.open(max_bytes=bytes_for(b"000", b"001"), stalled=True)
     producer = queue.producer()
     publish_all(producer, numbered(0, 2))
@@ -83,7 +83,7 @@ def test_publish_blocks_at_the_bound_in_bytes(buffering: Harness) -> None:
 
 
 def test_a_timed_publish_gives_up(buffering: Harness) -> None:
-    """After its timeout a blocked publish raises QueueFull and leaves nothing behind."""
+    """After its timeout a blocked publish raises QueueFull and changes nothing."""
     queue = buffering.open(size=1, stalled=True)
     producer = queue.producer()
     producer.publish(b"000")
@@ -103,7 +103,7 @@ def test_a_timed_publish_gives_up(buffering: Harness) -> None:
 
 
 def test_full_timeout_is_the_default_of_every_publish(buffering: Harness) -> None:
-    """The queue's own ``full_timeout`` ends a publish that names none."""
+    """``full_timeout`` of the queue ends a publish without a timeout."""
     queue = buffering.open(size=1, full_timeout="20ms", stalled=True)
     producer = queue.producer()
     producer.publish(b"000")
@@ -119,7 +119,7 @@ def test_full_timeout_is_the_default_of_every_publish(buffering: Harness) -> Non
 
 
 def test_blocked_publishers_are_served_first_come_first_served(buffering: Harness) -> None:
-    """Publishers come in in the order in which they came to the line."""
+    """Publishers enter in the order in which they joined the line."""
     queue = buffering.open(size=2, stalled=True)
     producers = [queue.producer() for _ in range(8)]
     publish_all(producers[0], numbered(0, 2))
@@ -151,7 +151,7 @@ def test_a_small_event_does_not_overtake_a_waiting_block(buffering: Harness) -> 
 
 
 def test_a_publisher_that_times_out_lets_the_next_one_in(buffering: Harness) -> None:
-    """When a large block times out, a small event behind it that fits comes in at once."""
+    """If a large block times out, a small event behind it enters at once."""
     queue = buffering.open(size=4, stalled=True)
     producer = queue.producer()
     publish_all(producer, numbered(0, 3))
@@ -168,7 +168,7 @@ def test_a_publisher_that_times_out_lets_the_next_one_in(buffering: Harness) -> 
 
 
 def test_many_publishers_push_through_a_small_queue(buffering: Harness) -> None:
-    """Ten times as many events as there is room for all arrive, each once."""
+    """Ten times as many events as fit all arrive, each once."""
     queue = buffering.open(size=2)
     producer, acks = follow(queue)
     publishers = [Task(lambda value=value: producer.publish(value)) for value in numbered(0, 20)]  # type: ignore[misc]
@@ -178,7 +178,7 @@ def test_many_publishers_push_through_a_small_queue(buffering: Harness) -> None:
 
 
 def test_drop_newest_drops_the_new_event(buffering: Harness) -> None:
-    """At a full queue the new event is dropped, counted, and publish says so."""
+    """The new event is dropped and counted, and publish returns false."""
     queue = buffering.open(size=2, full_behavior="drop_newest", stalled=True)
     producer, acks = follow(queue)
     publish_all(producer, numbered(0, 2))
@@ -205,11 +205,11 @@ def test_drop_newest_takes_the_events_of_a_block_that_fit(buffering: Harness) ->
 
 
 def test_drop_oldest_makes_room_for_a_new_event(buffering: Harness) -> None:
-    """At a full queue the oldest unread event goes, and its producer is told in its turn."""
+    """The oldest unread event is dropped; its producer gets an ack in publish order."""
     queue = buffering.open(size=4, full_behavior="drop_oldest", stalled=True)
     producer, acks = follow(queue)
     producer.publish(b"000")
-    buffering.settle_in(queue)  # a proxy's sender has this one in its hands: it stays
+    buffering.settle_in(queue)  # a proxy is sending this one: it stays
     publish_all(producer, numbered(1, 6))
     assert queue.stats().ledger.dropped == {"oldest": 2}
     buffering.resume()
@@ -220,7 +220,7 @@ def test_drop_oldest_makes_room_for_a_new_event(buffering: Harness) -> None:
 
 
 def test_drop_oldest_makes_room_for_a_block(buffering: Harness) -> None:
-    """As many of the oldest go as the block needs room for."""
+    """As many of the oldest events are dropped as the block needs room."""
     queue = buffering.open(size=4, full_behavior="drop_oldest", stalled=True)
     producer, acks = follow(queue)
     producer.publish(b"000")
@@ -236,7 +236,7 @@ def test_drop_oldest_makes_room_for_a_block(buffering: Harness) -> None:
 
 
 def test_drop_oldest_makes_room_in_bytes(buffering: Harness) -> None:
-    """A large event pushes out as many small ones as it needs the room of."""
+    """As many small events are dropped as the large event needs room."""
     size = bytes_for(*numbered(0, 6))
     queue = buffering.open(max_bytes=size, full_behavior="drop_oldest", stalled=True)
     producer, acks = follow(queue)

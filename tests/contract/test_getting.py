@@ -1,4 +1,4 @@
-"""What does a consumer get, when, and what may it do with it?"""
+"""Consumers: batches, and all that they can do with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from turnlane.queues.api import Batch
 
 
 def test_get_on_an_empty_queue_times_out(buffering: Harness) -> None:
-    """QueueEmpty comes after the time given, not before."""
+    """QueueEmpty comes after the timeout, not before."""
     queue = buffering.open()
     started = time.monotonic()
     with pytest.raises(QueueEmpty):
@@ -34,7 +34,7 @@ def test_get_on_an_empty_queue_times_out(buffering: Harness) -> None:
         queue.get(timeout=0)
 
 
-def test_get_on_an_empty_queue_blocks_until_something_comes(buffering: Harness) -> None:
+def test_get_on_an_empty_queue_blocks_until_an_event_comes(buffering: Harness) -> None:
     """A consumer that waits is woken by the next event, single or in a block."""
     queue = buffering.open()
     producer = queue.producer()
@@ -49,8 +49,8 @@ def test_get_on_an_empty_queue_blocks_until_something_comes(buffering: Harness) 
             assert values_of(batch) == [b"one"]
 
 
-def test_a_waiting_consumer_gets_what_is_released(buffering: Harness) -> None:
-    """A batch given back wakes a consumer as a new event does."""
+def test_a_waiting_consumer_gets_a_released_batch(buffering: Harness) -> None:
+    """A batch that is given back wakes a consumer like a new event."""
     queue = buffering.open()
     queue.producer().publish(b"one")
     batch = queue.get()
@@ -62,7 +62,7 @@ def test_a_waiting_consumer_gets_what_is_released(buffering: Harness) -> None:
 
 
 def test_several_consumers_share_the_events(buffering: Harness) -> None:
-    """Each event goes to one consumer, also when all of them waited."""
+    """Each event goes to one consumer, even if all of them wait."""
     queue = buffering.open()
     consumers = [Task(lambda: buffering.receive(queue, 5)) for _ in range(4)]
     producer, acks = follow(queue)
@@ -83,7 +83,7 @@ def test_a_timeout_counts_while_another_consumer_waits(buffering: Harness) -> No
 
 
 def test_get_takes_no_more_than_asked_for(buffering: Harness) -> None:
-    """``max_events`` bounds a batch, and the rest is for the next."""
+    """``max_events`` bounds a batch; the next batch has the rest."""
     queue = buffering.open()
     queue.producer().publish_block(block_of(numbered(0, 5)))
     batches = [queue.get(2), queue.get(2), queue.get(2)]
@@ -105,7 +105,7 @@ def test_dequeue_batch_size_bounds_every_batch(buffering: Harness) -> None:
 
 
 def test_a_batch_is_a_block_with_the_base_columns_first(buffering: Harness) -> None:
-    """Whatever was published, consumers find the base columns by name and type."""
+    """Consumers always find the base columns by name and type."""
     queue = buffering.open()
     queue.producer().publish(b"one", severity=1)
     with queue.get() as batch:
@@ -159,7 +159,7 @@ def test_a_batch_as_context_is_done_when_the_block_ends(buffering: Harness) -> N
 
 
 def test_a_batch_as_context_is_released_when_it_raises(buffering: Harness) -> None:
-    """An error in the with-block gives the batch back, and goes on its way."""
+    """An error in the with-block gives the batch back, and propagates."""
     queue = buffering.open()
     queue.producer().publish(b"one")
     with pytest.raises(ZeroDivisionError), queue.get():
@@ -200,7 +200,7 @@ def test_free_frees_only_its_own_batch(buffering: Harness) -> None:
 
 
 def test_a_direct_consumer_may_free_its_batch(direct: Harness) -> None:
-    """Freed contents are gone for the consumer; the publisher hears that it was delivered."""
+    """The contents are gone for the consumer; the event counts as delivered."""
     errors: list[BatchFreed] = []
 
     def consume(batch: Batch) -> None:
@@ -219,7 +219,7 @@ def test_a_direct_consumer_may_free_its_batch(direct: Harness) -> None:
 
 
 def test_free_makes_room_in_bytes(buffering: Harness) -> None:
-    """Contents that are given up take no room, long before their batch is done."""
+    """Freed contents take no room, even before their batch is done."""
     queue = buffering.open(max_bytes=bytes_for(*numbered(0, 2)))
     producer = queue.producer()
     publish_all(producer, numbered(0, 2))
@@ -244,14 +244,14 @@ def test_get_on_a_closed_queue_raises(every: Harness) -> None:
 
 
 def test_a_direct_queue_has_nothing_to_get(direct: Harness) -> None:
-    """Its consumer is called; asking it for events is a mistake, and said to be one."""
+    """A direct queue calls its consumer; get() raises NotSupported."""
     queue = direct.open()
     with pytest.raises(NotSupported):
         queue.get(timeout=0)
 
 
 def test_a_blocked_get_is_woken_by_close(buffering: Harness) -> None:
-    """A consumer does not wait for a queue that is gone."""
+    """A consumer does not wait for a closed queue."""
     queue = buffering.open()
     consumers = [Task(queue.get) for _ in range(3)]
     assert_never(lambda: not all(consumer.running for consumer in consumers))
@@ -274,7 +274,7 @@ def test_a_finished_queue_serves_the_rest(buffering: Harness) -> None:
 
 
 def test_get_on_a_finished_queue_waits_for_batches_that_may_be_released(buffering: Harness) -> None:
-    """As long as a batch is out, a finished queue is not drained: it may come back."""
+    """While a batch is in flight, a finished queue is not drained: it may come back."""
     queue = buffering.open()
     queue.producer().publish(b"one")
     batch = queue.get()
@@ -291,7 +291,7 @@ def test_get_on_a_finished_queue_waits_for_batches_that_may_be_released(bufferin
 
 
 def test_a_get_blocked_on_an_empty_queue_is_woken_by_finish(buffering: Harness) -> None:
-    """Nothing will come any more, so no consumer waits."""
+    """No event can come any more, so no consumer waits."""
     queue = buffering.open()
     getting = Task(queue.get)
     assert_never(lambda: not getting.running)

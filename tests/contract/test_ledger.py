@@ -1,6 +1,6 @@
-"""Does accepted = delivered + dead + dropped + pending hold, at every moment and for every path?
+"""accepted = delivered + dead + dropped + pending holds at every moment and on every path.
 
-Every other test of this suite ends with that question too: its harness asks it.
+The harness checks this at the end of every other test as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from turnlane.queues.settings import Kind
 
 
 def test_an_unused_queue_has_an_empty_ledger(every: Harness) -> None:
-    """Nothing came, nothing went, and that adds up."""
+    """All counts are 0, and they add up."""
     stats = every.open(name="idle").stats()
     assert str(stats.ledger) == "0 accepted = 0 delivered + 0 dead + 0 pending"
     assert (stats.name, stats.kind) == ("idle", every.kind.value)
@@ -33,7 +33,7 @@ def test_an_unused_queue_has_an_empty_ledger(every: Harness) -> None:
 
 
 def test_the_ledger_follows_an_event_through_the_queue(keeping: Harness) -> None:
-    """Pending while it waits and while it is out, then delivered or dead."""
+    """It is pending while it waits and while it is in flight, then delivered or dead."""
     queue = keeping.open()
     publish_all(queue.producer(), numbered(0, 3))
     assert queue.stats().ledger.pending == 3
@@ -48,7 +48,7 @@ def test_the_ledger_follows_an_event_through_the_queue(keeping: Harness) -> None
 
 
 def test_a_proxys_ledger_follows_its_node(proxy: Harness) -> None:
-    """Pending until the node says that it was delivered."""
+    """Events are pending until the node reports them as delivered."""
     queue = proxy.open()
     publish_all(queue.producer(), numbered(0, 3))
     assert queue.stats().ledger.pending == 3
@@ -58,7 +58,7 @@ def test_a_proxys_ledger_follows_its_node(proxy: Harness) -> None:
 
 
 def test_a_direct_ledger_follows_the_consumer(direct: Harness) -> None:
-    """Pending during the consumer's call; accepted only if it succeeds."""
+    """An event is pending during the consumer's call, and accepted only if it succeeds."""
     pending: list[int] = []
 
     def consume(batch: Batch) -> None:
@@ -80,7 +80,7 @@ def test_a_direct_ledger_follows_the_consumer(direct: Harness) -> None:
 
 
 def test_a_direct_batch_cannot_be_settled_after_its_failure(direct: Harness) -> None:
-    """The publisher was told that it failed; a consumer that kept the batch cannot change that."""
+    """The publisher got the error; a consumer that keeps the batch cannot change that."""
     kept: list[Batch] = []
 
     def consume(batch: Batch) -> None:
@@ -95,7 +95,7 @@ def test_a_direct_batch_cannot_be_settled_after_its_failure(direct: Harness) -> 
 
 
 def test_a_direct_ledger_adds_up_within_the_consumer(direct: Harness) -> None:
-    """Also between the consumer's done and the end of its call."""
+    """This holds between the consumer's done and the end of its call."""
 
     def consume(batch: Batch) -> None:
         batch.done()
@@ -107,7 +107,7 @@ def test_a_direct_ledger_adds_up_within_the_consumer(direct: Harness) -> None:
 
 
 def test_a_release_changes_no_count(keeping: Harness) -> None:
-    """An event that comes again is one event."""
+    """An event that is handed out again counts once."""
     queue = keeping.open()
     queue.producer().publish(b"one")
     before = queue.stats()
@@ -119,7 +119,7 @@ def test_a_release_changes_no_count(keeping: Harness) -> None:
 
 
 def test_every_drop_is_counted_by_its_reason(buffering: Harness) -> None:
-    """Sampled, shed and turned away: each has its own line, and all are accepted."""
+    """Sampled, shed and refused events have separate counts; all count as accepted."""
     queue = buffering.open(
         size=4,
         full_behavior="drop_newest",
@@ -141,7 +141,7 @@ def test_every_drop_is_counted_by_its_reason(buffering: Harness) -> None:
 
 
 def test_blocked_publishers_are_in_the_stats_and_not_in_the_ledger(buffering: Harness) -> None:
-    """Who stands in line has not published yet."""
+    """A publisher in line has not published yet."""
     queue = buffering.open(size=1, stalled=True)
     producer = queue.producer()
     producer.publish(b"000")
@@ -156,7 +156,7 @@ def test_blocked_publishers_are_in_the_stats_and_not_in_the_ledger(buffering: Ha
 
 
 def test_the_ledger_adds_up_at_every_moment(every: Harness) -> None:
-    """Whoever looks while others publish and consume sees numbers that fit together."""
+    """The stats are consistent while other threads publish and consume."""
     queue = every.open()
     producer, acks = follow(queue)
     publishing = Task(lambda: publish_all(producer, numbered(0, 500)))
@@ -173,7 +173,7 @@ def test_the_ledger_adds_up_at_every_moment(every: Harness) -> None:
 
 
 def test_room_comes_back_to_the_last_byte(buffering: Harness) -> None:
-    """However events are cut, freed, released and settled, an empty queue is empty."""
+    """After any cuts, frees, releases and settlements, an empty queue takes no room."""
     queue = buffering.open()
     producer, acks = follow(queue)
     producer.publish_block(block_of([b"x" * size for size in range(1, 30)]))
@@ -209,7 +209,7 @@ def test_stats_are_ready_for_json(every: Harness) -> None:
 
 
 def test_the_ledger_survives_a_restart(storing: DiskHarness) -> None:
-    """A queue with a directory goes on counting where it left off."""
+    """A queue with a directory continues to count after a restart."""
     queue = storing.open(sampling_interval=2)
     producer = queue.producer()
     for value in numbered(0, 10):
@@ -235,7 +235,7 @@ def test_pushes_count_calls_in_every_kind(every: Harness) -> None:
 
 
 def test_a_direct_queue_counts_batches_given_back(direct: Harness) -> None:
-    """One for each batch of any size; nothing was pushed."""
+    """Each batch of any size counts once; a refused block is no push."""
 
     def refuse(_: Batch) -> None:
         raise RetryLater("not now")

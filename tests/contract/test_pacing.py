@@ -1,4 +1,4 @@
-"""When is a batch handed out: the minimum batch, the dequeue rate, the dequeue window?"""
+"""The minimum batch, the dequeue rate and the dequeue window."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from turnlane.testing import ManualClock
 
 
 def at(hour: int, minute: int = 0) -> ManualClock:
-    """A clock that stands at this local time of day."""
+    """Return a clock that stands at this local time of day."""
     moment = dt.datetime(2026, 3, 4, hour, minute).astimezone()
     return ManualClock(time_ns=int(moment.timestamp()) * 10**9)
 
 
 def test_a_minimum_batch_is_waited_for(buffering: Harness) -> None:
-    """Fewer events than the minimum are not handed out; the next one makes the batch whole."""
+    """Fewer events than the minimum are not handed out; the next event completes the batch."""
     queue = buffering.open(size=100, minimum_batch_size=3, minimum_batch_timeout="600s")
     producer = queue.producer()
     publish_all(producer, numbered(0, 2))
@@ -43,7 +43,7 @@ def test_a_minimum_batch_is_waited_for(buffering: Harness) -> None:
 
 
 def test_a_full_batch_is_handed_out_at_once(buffering: Harness) -> None:
-    """Nobody waits for a minimum that is there, even if more might come."""
+    """The consumer does not wait if the minimum is reached."""
     queue = buffering.open(size=100, minimum_batch_size=3, minimum_batch_timeout="600s")
     queue.producer().publish_block(block_of(numbered(0, 5)))
     with queue.get(timeout=PATIENCE) as batch:
@@ -71,7 +71,7 @@ def test_a_timeout_ends_the_wait_for_a_minimum_batch(keeping: Harness) -> None:
 
 
 def test_a_minimum_batch_times_out_for_a_consumer_that_polls(keeping: Harness) -> None:
-    """The time events have waited counts, not the time since they were last asked for."""
+    """The time since the first event counts, not the time since the last get()."""
     queue = keeping.open(minimum_batch_size=10, minimum_batch_timeout="100ms")
     queue.producer().publish(b"000")
     deadline = time.monotonic() + PATIENCE
@@ -83,14 +83,14 @@ def test_a_minimum_batch_times_out_for_a_consumer_that_polls(keeping: Harness) -
 
 
 def test_a_smaller_batch_asked_for_lowers_the_minimum(keeping: Harness) -> None:
-    """Whoever asks for one event does not wait for ten."""
+    """A consumer that asks for one event does not wait for ten."""
     queue = keeping.open(minimum_batch_size=10, minimum_batch_timeout="600s")
     queue.producer().publish(b"000")
     assert keeping.receive(queue, 1) == [b"000"]
 
 
 def test_a_queue_that_is_full_hands_out_less_than_the_minimum(buffering: Harness) -> None:
-    """When no publisher can enter, waiting for more would never end."""
+    """If no publisher can enter, no more events would come."""
     queue = buffering.open(size=4, minimum_batch_size=4, minimum_batch_timeout="600s", stalled=True)
     producer = queue.producer()
     publish_all(producer, numbered(0, 3))
@@ -106,7 +106,7 @@ def test_a_queue_that_is_full_hands_out_less_than_the_minimum(buffering: Harness
 
 
 def test_finishing_ends_the_wait_for_a_minimum_batch(buffering: Harness) -> None:
-    """No more will come, so consumers get the rest at once."""
+    """No more events can come, so consumers get the rest at once."""
     queue = buffering.open(size=100, minimum_batch_size=10, minimum_batch_timeout="600s")
     publish_all(queue.producer(), numbered(0, 2))
     getting = Task(queue.get)
@@ -117,7 +117,7 @@ def test_finishing_ends_the_wait_for_a_minimum_batch(buffering: Harness) -> None
 
 
 def test_the_dequeue_rate_spaces_batches(buffering: Harness) -> None:
-    """After a second's worth of events the next have to wait until that second is over."""
+    """After the events of one second the next ones wait until the second is over."""
     clock = ManualClock()
     queue = buffering.open(dequeue_rate=2, clock=clock)
     queue.producer().publish_block(block_of(numbered(0, 5)))
@@ -133,7 +133,7 @@ def test_the_dequeue_rate_spaces_batches(buffering: Harness) -> None:
 
 
 def test_a_rate_below_one_a_second_hands_out_single_events(buffering: Harness) -> None:
-    """Every event has its own long pause."""
+    """There is a long pause after each event."""
     clock = ManualClock()
     queue = buffering.open(dequeue_rate=0.5, clock=clock)
     queue.producer().publish_block(block_of(numbered(0, 2)))
@@ -173,7 +173,7 @@ def test_outside_the_dequeue_window_nothing_is_handed_out(buffering: Harness) ->
 
 
 def test_a_consumer_outside_the_window_is_woken_by_close(buffering: Harness) -> None:
-    """However long the window is shut, a close ends the wait."""
+    """A close ends the wait for the window."""
     queue = buffering.open(dequeue_window="22:00-06:00", clock=at(12))
     queue.producer().publish(b"000")
     getting = Task(queue.get)
@@ -200,7 +200,7 @@ def test_publishing_works_outside_the_dequeue_window(buffering: Harness) -> None
     ids=lambda knobs: next(iter(knobs)),
 )
 def test_a_direct_queue_cannot_be_paced(direct: Harness, knobs: dict[str, Any]) -> None:
-    """Publishing is the pace of a direct queue; knobs that cannot work are refused."""
+    """The publishers set the pace of a direct queue, so these knobs are refused."""
     with pytest.raises(ConfigError) as error:
         direct.open(**knobs)
     assert error.value.knob in knobs

@@ -1,4 +1,4 @@
-"""Do published events arrive, and does publishing raise if they cannot?"""
+"""Published events arrive, or publishing raises."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_events_arrive_in_publish_order(every: Harness) -> None:
 
 
 def test_an_event_keeps_everything_it_was_published_with(buffering: Harness) -> None:
-    """All base columns come out as they went in, and the offset is the queue's."""
+    """All base columns are unchanged, and the offset comes from the queue."""
     queue = buffering.open()
     queue.producer().publish(
         b"value", "key", headers={"a": "1"}, timestamp=1_234_567, severity=3, source="here"
@@ -36,7 +36,7 @@ def test_an_event_keeps_everything_it_was_published_with(buffering: Harness) -> 
 
 
 def test_a_direct_consumer_gets_everything_an_event_was_published_with(direct: Harness) -> None:
-    """All base columns come to the consumer as they were published."""
+    """All base columns reach the consumer unchanged."""
     events: list[Event] = []
     queue = direct.open(consumer=events.extend)
     queue.producer().publish(
@@ -46,7 +46,7 @@ def test_a_direct_consumer_gets_everything_an_event_was_published_with(direct: H
 
 
 def test_an_event_without_a_timestamp_gets_the_time_of_the_clock(buffering: Harness) -> None:
-    """The time of an event that has none is the time of its being published."""
+    """The default timestamp is the time of publishing."""
     clock = ManualClock(time_ns=1_700_000_000_000_001_999)
     queue = buffering.open(clock=clock)
     producer = queue.producer()
@@ -60,7 +60,7 @@ def test_an_event_without_a_timestamp_gets_the_time_of_the_clock(buffering: Harn
 
 
 def test_bytes_like_values_are_taken_as_bytes(every: Harness) -> None:
-    """A bytearray or memoryview is copied, so that its owner may go on using it."""
+    """A bytearray or memoryview is copied, so its owner can reuse it."""
     queue = every.open()
     producer = queue.producer()
     buffer = bytearray(b"one")
@@ -87,7 +87,7 @@ def test_bytes_like_values_are_taken_as_bytes(every: Harness) -> None:
 def test_a_value_of_a_wrong_type_raises_in_publish(
     every: Harness, value: Any, options: dict[str, Any], error: type[Exception]
 ) -> None:
-    """A mistake is raised where it was made, and the queue goes on as if nothing had been."""
+    """The publish call raises, and the queue is unchanged."""
     queue = every.open()
     producer = queue.producer()
     with pytest.raises(error):
@@ -100,7 +100,7 @@ def test_a_value_of_a_wrong_type_raises_in_publish(
 
 
 def test_a_producer_may_be_shared_by_threads(every: Harness) -> None:
-    """Events of many threads all arrive, each thread's in its own order."""
+    """All events arrive, and the events of each thread stay in order."""
     queue = every.open()
     producer, acks = follow(queue)
     threads = [
@@ -151,7 +151,7 @@ def test_a_producer_with_an_unknown_level_or_flow_is_refused(every: Harness, wor
 
 
 def test_flush_waits_for_the_producers_level(buffering: Harness) -> None:
-    """Flush is false while events are on their way, and true once they are delivered."""
+    """flush() returns false while events are undelivered, and true afterwards."""
     queue = buffering.open()
     producer, _ = follow(queue, AckLevel.DELIVERED)
     assert producer.flush(timeout=0)
@@ -213,7 +213,7 @@ def test_an_event_too_large_is_refused_at_a_full_queue_too(buffering: Harness) -
 
 
 def test_direct_publishing_calls_the_consumer_on_the_publishers_thread(direct: Harness) -> None:
-    """The consumer has run, here, when publish returns."""
+    """The consumer has run on this thread when publish returns."""
     threads: list[threading.Thread] = []
     queue = direct.open(consumer=lambda batch: threads.append(threading.current_thread()))
     assert queue.producer().publish(b"one")
@@ -221,7 +221,7 @@ def test_direct_publishing_calls_the_consumer_on_the_publishers_thread(direct: H
 
 
 def test_an_error_of_a_direct_consumer_is_raised_in_publish(direct: Harness) -> None:
-    """What the consumer raises comes out of publish, and the event was never accepted."""
+    """publish() raises the consumer's error, and the event was never accepted."""
 
     def fail(batch: Batch) -> None:
         raise ZeroDivisionError
@@ -239,7 +239,7 @@ def test_an_error_of_a_direct_consumer_is_raised_in_publish(direct: Harness) -> 
 
 
 def test_a_direct_consumer_that_releases_asks_for_another_try(direct: Harness) -> None:
-    """A batch given back is the publisher's to publish again."""
+    """The publisher has to publish a batch again that was given back."""
     queue = direct.open(consumer=lambda batch: batch.release())
     with pytest.raises(RetryLater):
         queue.producer().publish(b"one")
@@ -248,7 +248,7 @@ def test_a_direct_consumer_that_releases_asks_for_another_try(direct: Harness) -
 
 
 def test_a_direct_queue_refuses_a_producer_id(direct: Harness) -> None:
-    """A queue that keeps nothing cannot recognize repeats, so it refuses the id."""
+    """A queue that stores nothing cannot recognize repeats, so it refuses the id."""
     queue = direct.open()
     with pytest.raises(NotSupported):
         queue.producer(producer_id="me")
@@ -257,7 +257,7 @@ def test_a_direct_queue_refuses_a_producer_id(direct: Harness) -> None:
 
 
 def test_a_direct_consumer_may_publish_to_its_own_queue(direct: Harness) -> None:
-    """Publishing from within the consumer is a plain nested call."""
+    """Publishing from the consumer is a plain nested call."""
     seen: list[bytes | None] = []
 
     def consume(batch: Batch) -> None:

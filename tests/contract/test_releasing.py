@@ -1,4 +1,4 @@
-"""Do released batches come again, first, and with their attempt counted?"""
+"""Released batches come again, before newer events, with their attempt counted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from turnlane.queues.api import Batch
 
 
 def test_a_released_batch_comes_again_with_its_attempt_counted(buffering: Harness) -> None:
-    """Each release counts one attempt, and nothing is acked by it."""
+    """Each release counts one attempt and acks nothing."""
     queue = buffering.open()
     producer, acks = follow(queue)
     publish_all(producer, numbered(0, 2))
@@ -50,7 +50,7 @@ def test_released_batches_come_before_newer_events(buffering: Harness) -> None:
 
 
 def test_a_released_batch_may_be_taken_in_smaller_ones(buffering: Harness) -> None:
-    """A large batch given back can be retried piece by piece, each with its attempt."""
+    """A large batch can be retried in smaller ones, each with its attempt."""
     queue = buffering.open()
     producer, acks = follow(queue)
     producer.publish_block(block_of(numbered(0, 5)))
@@ -68,7 +68,7 @@ def test_a_released_batch_may_be_taken_in_smaller_ones(buffering: Harness) -> No
 
 
 def test_a_second_release_does_nothing(buffering: Harness) -> None:
-    """A second release, or a done after it, does not touch what others may hold by now."""
+    """A second release, or a done after it, does not affect another consumer's batch."""
     queue = buffering.open()
     producer, acks = follow(queue)
     producer.publish(b"one")
@@ -87,7 +87,7 @@ def test_a_second_release_does_nothing(buffering: Harness) -> None:
 
 
 def test_release_after_free_is_refused(buffering: Harness) -> None:
-    """There is nothing left to give back; the batch can still be done."""
+    """The contents are gone; the batch can still be done."""
     queue = buffering.open()
     producer, acks = follow(queue)
     producer.publish(b"one")
@@ -100,7 +100,7 @@ def test_release_after_free_is_refused(buffering: Harness) -> None:
 
 
 def test_free_after_release_does_nothing(buffering: Harness) -> None:
-    """Once given back, the contents are not this consumer's to give up."""
+    """After a release the consumer has no contents to free."""
     queue = buffering.open()
     queue.producer().publish(b"one")
     batch = queue.get()
@@ -124,10 +124,10 @@ def test_acks_wait_for_a_released_batch(buffering: Harness) -> None:
 
 
 def test_a_released_batch_keeps_its_room(buffering: Harness) -> None:
-    """Giving back makes no room: the events are still there."""
+    """A release makes no room: the events are still in the queue."""
     queue = buffering.open(size=2, stalled=True)
     if buffering.delivers_in_background:
-        buffering.resume()  # what a proxy has handed on takes no room, here or there
+        buffering.resume()  # events that a proxy has sent take no room in the proxy
     producer = queue.producer()
     publish_all(producer, numbered(0, 2))
     batch = queue.get()
@@ -141,7 +141,7 @@ def test_a_released_batch_keeps_its_room(buffering: Harness) -> None:
 
 
 def test_a_direct_batch_comes_again_only_if_published_again(direct: Harness) -> None:
-    """What a direct consumer gives back, or fails on, is nowhere but with the publisher."""
+    """Only the publisher has events that a direct consumer gave back or failed on."""
     attempts: list[int] = []
 
     def consume(batch: Batch) -> None:

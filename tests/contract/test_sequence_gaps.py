@@ -1,4 +1,4 @@
-"""Is a sequence number that a producer left out accepted later, exactly once?"""
+"""A sequence number that a producer left out is accepted later, exactly once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def holding(**knobs: Any) -> BufferedQueue:
 
 
 def test_a_refused_block_is_taken_after_a_higher_one(buffering: Harness) -> None:
-    """A full queue has refused it, so it is no repeat."""
+    """A full queue refused it before, so it is not a repeat."""
     queue = buffering.open(size=12, stalled=True)
     producer = queue.producer(producer_id="me")
     publish(producer, 0, 10)
@@ -51,7 +51,7 @@ def test_a_refused_block_is_taken_after_a_higher_one(buffering: Harness) -> None
 
 
 def test_all_new_parts_of_a_block_are_taken(buffering: Harness) -> None:
-    """In their order; the parts that the queue has are left out."""
+    """New parts enter in order; repeated parts are left out."""
     queue = buffering.open()
     producer = queue.producer(producer_id="me")
     for first, end in ((0, 3), (5, 7), (9, 10)):
@@ -68,7 +68,7 @@ def test_all_new_parts_of_a_block_are_taken(buffering: Harness) -> None:
 
 
 def test_the_part_of_a_block_before_a_later_one_is_taken(buffering: Harness) -> None:
-    """Also if the rest of it is a repeat."""
+    """The rest of the block is a repeat."""
     queue = buffering.open()
     producer = queue.producer(producer_id="me")
     publish(producer, 5, 9)
@@ -79,7 +79,7 @@ def test_the_part_of_a_block_before_a_later_one_is_taken(buffering: Harness) -> 
 
 
 def test_one_wrong_high_number_hides_no_later_event(buffering: Harness) -> None:
-    """All that follow it are taken."""
+    """All later events are accepted."""
     queue = buffering.open()
     producer = queue.producer(producer_id="me")
     block = block_of([b"wrong"])
@@ -90,7 +90,7 @@ def test_one_wrong_high_number_hides_no_later_event(buffering: Harness) -> None:
 
 
 def test_too_many_gaps_are_refused_until_one_is_filled(buffering: Harness) -> None:
-    """The error names the missing numbers, and nothing of the block is taken."""
+    """The error names the missing numbers, and no event of the block is accepted."""
     queue = buffering.open()
     producer = queue.producer(producer_id="me")
     for number in range(1, MAX_RUNS + 1):
@@ -109,7 +109,7 @@ def test_too_many_gaps_are_refused_until_one_is_filled(buffering: Harness) -> No
 
 
 def test_a_producer_that_skips_numbers_may_do_so_without_end() -> None:
-    """It says that the numbers left out do not come, so they count as taken."""
+    """Skipped numbers never come, so they count as accepted."""
     with holding() as queue:
         producer = queue.producer(producer_id="me", gaps=GapPolicy.SKIP)
         for number in range(0, 10 * MAX_RUNS, 10):
@@ -121,7 +121,7 @@ def test_a_producer_that_skips_numbers_may_do_so_without_end() -> None:
 
 
 def test_a_stream_forgets_its_oldest_gaps_only() -> None:
-    """A number of a recent gap is taken if it comes."""
+    """A number of a recent gap is still accepted."""
     with holding() as queue:
         producer = queue.producer(producer_id="me", gaps=GapPolicy.FORGET)
         for number in range(0, 10 * 3 * MAX_RUNS, 10):
@@ -133,7 +133,7 @@ def test_a_stream_forgets_its_oldest_gaps_only() -> None:
 
 
 def test_dropped_events_fill_a_gap() -> None:
-    """They were answered as dropped, and need not come again."""
+    """The answer counted them as dropped, so they do not come again."""
     with holding(size=4, full_behavior="drop_newest") as queue:
         producer = queue.producer(producer_id="me")
         publish(producer, 2, 6)
@@ -142,7 +142,7 @@ def test_dropped_events_fill_a_gap() -> None:
 
 
 def test_gaps_survive_a_restart(storing: DiskHarness) -> None:
-    """The missing numbers are taken then, and the others are not taken twice."""
+    """The missing numbers are accepted then, and no other number is accepted twice."""
     queue = storing.open()
     producer = queue.producer(producer_id="me")
     for first, end in ((0, 3), (5, 7), (9, 12)):
@@ -175,7 +175,7 @@ def test_gaps_survive_a_kill(tmp_path: Path, settled: bool) -> None:
 
 
 class _Run:
-    """A queue that is published to, read, restarted and killed; numbers are the events' values."""
+    """Publishes to a queue, reads, restarts and kills it. Values are the numbers."""
 
     def __init__(self, path: Path, kind: str) -> None:
         self._path = path
@@ -194,7 +194,7 @@ class _Run:
         self.producer = self.queue.producer(ack=level, on_ack=lambda _: None, producer_id="me")
 
     def send(self, first: int, count: int) -> None:
-        """Refused by a full queue, or for its gaps; or answered."""
+        """Publish a block: it is accepted, or refused by a full queue or for its gaps."""
         numbers = range(first, first + count)
         block = block_of([b"%d" % number for number in numbers])
         try:
@@ -220,7 +220,7 @@ class _Run:
             self._open()
 
     def kill(self) -> None:
-        """Go on with a copy of the directory as a killed process would have left it."""
+        """Continue with a copy of the directory as a killed process leaves it."""
         if self._kind == "disk":
             before = self._path / str(self._lives)
             self._lives += 1
@@ -253,7 +253,7 @@ STEPS = st.lists(
 def test_every_answered_event_is_in_the_queue_exactly_once(
     kind: str, steps: list[tuple[str, int]], most: int
 ) -> None:
-    """In any order of refused, accepted, repeated and late blocks, restarts and kills."""
+    """This holds for any order of blocks, refusals, repeats, restarts and kills."""
     with (
         tempfile.TemporaryDirectory() as path,
         mock.patch("turnlane.queues.producer.MAX_RUNS", most),
@@ -269,7 +269,7 @@ def test_every_answered_event_is_in_the_queue_exactly_once(
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 20)), max_size=60))
 def test_accepted_numbers_behave_like_a_set(blocks: list[tuple[int, int]]) -> None:
-    """Runs say of each number what a set of all of them says."""
+    """The runs agree with a set of numbers."""
     accepted, model = AcceptedSequences(), set[int]()
     for first, count in blocks:
         end = first + count

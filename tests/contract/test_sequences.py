@@ -1,4 +1,4 @@
-"""Are events that a numbered producer sends again told apart from new ones?"""
+"""A queue recognizes events that a numbered producer sends again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_repeated_block_is_taken_once(buffering: Harness) -> None:
 
 
 def test_only_the_new_part_of_an_overlapping_block_is_taken(buffering: Harness) -> None:
-    """What the queue has is left out, the rest follows on."""
+    """Events that the queue has are left out; the others are appended."""
     queue = buffering.open()
     producer = queue.producer(producer_id="me")
     producer.publish_block(block_of(numbered(0, 3)), sequence=0)
@@ -63,7 +63,7 @@ def test_a_gap_in_the_sequence_is_accepted(buffering: Harness) -> None:
 
 
 def test_try_publish_block_recognizes_repeats(buffering: Harness) -> None:
-    """A repeat is success, not a reason to try again."""
+    """A repeat counts as success."""
     queue = buffering.open()
     producer = queue.producer(producer_id="me")
     assert producer.try_publish_block(block_of(numbered(0, 2)), sequence=0) is not None
@@ -74,7 +74,7 @@ def test_try_publish_block_recognizes_repeats(buffering: Harness) -> None:
 
 
 def test_producers_have_numbers_of_their_own(buffering: Harness) -> None:
-    """The same sequence of another producer is no repeat."""
+    """The same sequence of another producer is not a repeat."""
     queue = buffering.open()
     for name in ("me", "you"):
         producer = queue.producer(producer_id=name)
@@ -83,7 +83,7 @@ def test_producers_have_numbers_of_their_own(buffering: Harness) -> None:
 
 
 def test_without_sequence_nothing_is_a_repeat(buffering: Harness) -> None:
-    """A producer with an id may publish unnumbered blocks and events, as often as it likes."""
+    """A producer with an id may also publish blocks and events without numbers."""
     queue = buffering.open()
     producer = queue.producer(producer_id="me")
     for _ in range(2):
@@ -101,7 +101,7 @@ def test_a_sequence_needs_a_producer_id(every: Harness) -> None:
 
 
 def test_a_repeat_needs_no_room(buffering: Harness) -> None:
-    """A block that is there already is answered at once, also by a full queue."""
+    """A block that is in the queue already is answered at once, even by a full queue."""
     queue = buffering.open(size=2, stalled=True)
     producer = queue.producer(producer_id="me")
     producer.publish_block(block_of(numbered(0, 2)), sequence=0)
@@ -112,7 +112,7 @@ def test_a_repeat_needs_no_room(buffering: Harness) -> None:
 
 
 def test_a_repeat_is_answered_while_others_wait_in_line(buffering: Harness) -> None:
-    """A publisher of a repeat overtakes no other publisher."""
+    """The publisher of a repeat does not wait, and delays no other publisher."""
     queue = buffering.open(size=2, stalled=True)
     producer = queue.producer(producer_id="me")
     producer.publish_block(block_of(numbered(0, 2)), sequence=0)
@@ -125,7 +125,7 @@ def test_a_repeat_is_answered_while_others_wait_in_line(buffering: Harness) -> N
 
 
 def test_a_repeat_is_not_counted_as_dropped_by_a_full_queue(buffering: Harness) -> None:
-    """A queue that drops when full still knows what it has."""
+    """A queue that drops when full still recognizes repeats."""
     queue = buffering.open(size=2, full_behavior="drop_newest", stalled=True)
     producer = queue.producer(producer_id="me")
     producer.publish_block(block_of(numbered(0, 2)), sequence=0)
@@ -135,7 +135,7 @@ def test_a_repeat_is_not_counted_as_dropped_by_a_full_queue(buffering: Harness) 
 
 
 def test_sampling_does_not_confuse_the_numbers(buffering: Harness) -> None:
-    """What sampling dropped counts as come: a repeat of it is a repeat."""
+    """Events that sampling dropped count as accepted."""
     queue = buffering.open(sampling_interval=2)
     producer = queue.producer(producer_id="me")
     first = producer.publish_block(block_of(numbered(0, 4)), sequence=0)
@@ -148,7 +148,7 @@ def test_sampling_does_not_confuse_the_numbers(buffering: Harness) -> None:
 def test_a_sampled_block_in_line_leaves_out_numbers_that_came_since(
     buffering: Harness,
 ) -> None:
-    """Not by its place in a block that sampling has thinned."""
+    """The numbers do not depend on the position in the sampled block."""
     queue = buffering.open(size=6, sampling_interval=2, stalled=True)
     queue.producer().publish_block(block_of([b"before"] * 12))
 
@@ -165,7 +165,7 @@ def test_a_sampled_block_in_line_leaves_out_numbers_that_came_since(
 
 
 def test_events_dropped_as_newest_may_be_sent_again_or_not(buffering: Harness) -> None:
-    """A numbered block that was dropped for lack of room does not hold up later ones."""
+    """A numbered block that was dropped for lack of room does not delay later ones."""
     queue = buffering.open(size=2, full_behavior="drop_newest", stalled=True)
     producer = queue.producer(producer_id="me")
     producer.publish_block(block_of(numbered(0, 2)), sequence=0)
@@ -175,7 +175,7 @@ def test_events_dropped_as_newest_may_be_sent_again_or_not(buffering: Harness) -
 
 
 def test_the_same_block_waiting_twice_in_line_enters_once(buffering: Harness) -> None:
-    """A client that reconnects while its first try still stands in line does no harm."""
+    """A client reconnects while its first attempt still waits in line."""
     queue = buffering.open(size=2, stalled=True)
     queue.producer().publish_block(block_of(numbered(0, 2)))
 
@@ -190,7 +190,7 @@ def test_the_same_block_waiting_twice_in_line_enters_once(buffering: Harness) ->
 
 
 def test_pieces_of_a_large_numbered_block_have_consecutive_numbers(buffering: Harness) -> None:
-    """Pieces of a block have the numbers of their events, so that a repeat of all is one."""
+    """Each piece has the numbers of its events, so a second publish is a repeat."""
     queue = buffering.open(size=3)
     producer = queue.producer(producer_id="me")
     publishing = Task(lambda: producer.publish_block(block_of(numbered(0, 10)), sequence=0))
@@ -201,7 +201,7 @@ def test_pieces_of_a_large_numbered_block_have_consecutive_numbers(buffering: Ha
 
 
 def test_repeats_are_acked_once(buffering: Harness) -> None:
-    """A callback hears of an event when it came, not each time it was sent."""
+    """A callback gets one ack per event, not one per attempt."""
     queue = buffering.open()
     producer, acks = follow(queue, AckLevel.DELIVERED, producer_id="me")
     producer.publish_block(block_of(numbered(0, 3)), sequence=0)
@@ -212,7 +212,7 @@ def test_repeats_are_acked_once(buffering: Harness) -> None:
 
 
 def test_a_repeat_waits_for_its_level_too(buffering: Harness) -> None:
-    """Without a callback, publishing a repeat returns when the event has got there."""
+    """Without a callback, publish waits until the event has reached the level."""
     queue = buffering.open()
     accepted = queue.producer(producer_id="me")
     accepted.publish_block(block_of([b"000"]), sequence=0)
@@ -223,7 +223,7 @@ def test_a_repeat_waits_for_its_level_too(buffering: Harness) -> None:
 
 
 def test_numbers_survive_a_restart(storing: DiskHarness) -> None:
-    """A queue with a directory knows after a restart what it had from whom."""
+    """A queue with a directory recognizes repeats after a restart."""
     queue = storing.open()
     producer = queue.producer(producer_id="me")
     producer.publish_block(block_of(numbered(0, 3)), sequence=0)
@@ -254,7 +254,7 @@ def settled_unwritten(
 
 
 def sent_again(path: Path, blocks: int) -> list[int]:
-    """What of each block is new to the queue that a killed process would have left."""
+    """Return the events of each block that a queue accepts again after a kill."""
     left = shutil.copytree(path, path.with_name("left"))
     with open_queue(kind="disk", path=left) as queue:
         producer = queue.producer(producer_id="me")
@@ -265,7 +265,7 @@ def sent_again(path: Path, blocks: int) -> list[int]:
 
 
 def test_events_settled_before_they_were_written_are_repeats_after_a_kill(tmp_path: Path) -> None:
-    """Its number is in the journal, though the event never came to the log."""
+    """The number is in the journal, although the event was never in the log."""
     queue, batches = settled_unwritten(tmp_path / "queue", 2)
     with queue:
         for batch in batches:
@@ -276,7 +276,7 @@ def test_events_settled_before_they_were_written_are_repeats_after_a_kill(tmp_pa
 def test_settling_out_of_order_writes_older_events_of_the_producer_first(
     tmp_path: Path,
 ) -> None:
-    """So none has to be sent again after a kill, and settled events do not return."""
+    """Otherwise, after a kill, older events and with them settled ones would come again."""
     queue, batches = settled_unwritten(tmp_path / "queue", 3)
     with queue:
         batches[0].done()
@@ -288,7 +288,7 @@ def test_settling_out_of_order_writes_older_events_of_the_producer_first(
 
 
 def test_settling_in_order_waits_for_no_write(tmp_path: Path) -> None:
-    """The journal has all that it takes, and another producer's events do not matter."""
+    """The journal has all numbers; events of other producers do not matter."""
     queue, batches = settled_unwritten(tmp_path / "queue", 3, older=1)
     with queue:
         writes = queue.stats().flushes
@@ -299,7 +299,7 @@ def test_settling_in_order_waits_for_no_write(tmp_path: Path) -> None:
 
 @contextmanager
 def unwritable(queue: Queue, disk: FaultyDisk) -> Iterator[None]:
-    """Have the log fail for a while, and the queue open all the longer."""
+    """Let writes to the log fail, and let the queue stay open."""
     disk.fail("write", times=None, match=".chunk")
     with queue:
         yield
@@ -308,7 +308,7 @@ def unwritable(queue: Queue, disk: FaultyDisk) -> Iterator[None]:
 
 
 def test_events_neither_settled_nor_written_are_accepted_again_after_a_kill(tmp_path: Path) -> None:
-    """Even if something newer of its producer was settled: a repeat is better than a loss."""
+    """Even if a newer event of the producer was settled: a repeat is better than a loss."""
     disk = FaultyDisk()
     queue, batches = settled_unwritten(tmp_path / "queue", 3, disk=disk)
     with unwritable(queue, disk):
@@ -320,7 +320,7 @@ def test_events_neither_settled_nor_written_are_accepted_again_after_a_kill(tmp_
 def test_numbers_are_recorded_once_everything_older_of_the_producer_is_settled(
     tmp_path: Path,
 ) -> None:
-    """The order of settling does not matter."""
+    """The order of settlements does not matter."""
     disk = FaultyDisk()
     queue, batches = settled_unwritten(tmp_path / "queue", 3, disk=disk)
     with unwritable(queue, disk):
@@ -330,7 +330,7 @@ def test_numbers_are_recorded_once_everything_older_of_the_producer_is_settled(
 
 
 def test_numbers_are_recorded_with_the_settlement_in_one_write(tmp_path: Path) -> None:
-    """A kill between two writes would leave the one without the other."""
+    """A kill between two writes would leave only one of them."""
     disk = FaultyDisk()
     queue, batches = settled_unwritten(tmp_path / "queue", 2, disk=disk)
     with unwritable(queue, disk):
@@ -341,7 +341,7 @@ def test_numbers_are_recorded_with_the_settlement_in_one_write(tmp_path: Path) -
 
 
 def test_numbers_of_a_producer_do_not_wait_for_another_producer(tmp_path: Path) -> None:
-    """Somebody else's older events are no reason to let these in again."""
+    """Older events of another producer do not matter."""
     queue, batches = settled_unwritten(tmp_path / "queue", 1, older=3)
     with queue:
         batches[0].done()
@@ -362,7 +362,7 @@ def test_a_partly_settled_block_is_accepted_in_part_after_a_kill(tmp_path: Path)
 
 
 def test_a_partly_settled_sampled_block_is_accepted_whole_after_a_kill(tmp_path: Path) -> None:
-    """The queue does not know its numbers one by one: rather twice than lost."""
+    """The number of each single event is unknown: a repeat is better than a loss."""
     disk = FaultyDisk()
     queue, _ = settled_unwritten(tmp_path / "queue", 0, disk=disk, sampling_interval=2)
     with unwritable(queue, disk):
@@ -377,7 +377,7 @@ def test_a_partly_settled_sampled_block_is_accepted_whole_after_a_kill(tmp_path:
 
 
 def test_a_sampled_block_is_written_before_it_is_settled_in_part(tmp_path: Path) -> None:
-    """With its last number, so that settled events do not return after a kill."""
+    """The block is written with its last number, so settled events do not come back."""
     queue, _ = settled_unwritten(tmp_path / "queue", 0, sampling_interval=2)
     with queue:
         producer = queue.producer(producer_id="me")

@@ -1,4 +1,4 @@
-"""Is each event settled once, whether by its batch, by its offset, or by both?"""
+"""Each event is settled once, by its batch, by its offset, or by both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def opened(harness: Harness, count: int, **knobs: Any) -> BufferedQueue:
 
 
 def left(queue: BufferedQueue) -> list[bytes | None]:
-    """All that is still handed out, settled as it comes."""
+    """Take and settle all remaining events; return their values."""
     values: list[bytes | None] = []
     try:
         while True:
@@ -40,7 +40,7 @@ def left(queue: BufferedQueue) -> list[bytes | None]:
 
 
 def test_a_batch_settled_by_offset_frees_its_room_once(keeping: Harness) -> None:
-    """Its done() afterwards is harmless; other events count as before."""
+    """A later done() is harmless; other events count as before."""
     queue = opened(keeping, 10)
     batch = queue.get(6)
     queue.settle(0, 6)
@@ -68,7 +68,7 @@ def test_a_release_does_not_bring_back_events_settled_by_offset(keeping: Harness
 
 
 def test_returned_events_can_be_settled_by_offset(keeping: Harness) -> None:
-    """It is not handed out again, and its room is free."""
+    """They are not handed out again, and their room is free."""
     queue = opened(keeping, 10)
     queue.get(4).release()
     queue.settle(1, 7)
@@ -77,7 +77,7 @@ def test_returned_events_can_be_settled_by_offset(keeping: Harness) -> None:
 
 
 def test_a_batch_of_which_part_was_settled_by_offset_settles_the_rest(keeping: Harness) -> None:
-    """Each event counts for the settlement that came first."""
+    """The first settlement of each event counts."""
     queue = opened(keeping, 10)
     batch = queue.get(10)
     queue.settle(0, 4)
@@ -103,7 +103,7 @@ def test_a_freed_batch_settled_by_offset_gives_back_the_rest_of_its_room(
 
 
 def test_publishers_get_no_more_room_than_there_is(keeping: Harness) -> None:
-    """Settled both ways over and over, the bound still holds."""
+    """The bound holds although events are settled in both ways repeatedly."""
     queue = opened(keeping, 8, size=8, full_behavior="drop_newest")
     for _ in range(5):
         first = queue.low
@@ -117,7 +117,7 @@ def test_publishers_get_no_more_room_than_there_is(keeping: Harness) -> None:
 
 
 def test_acks_come_once_for_events_settled_twice(keeping: Harness) -> None:
-    """Exactly as many as were published."""
+    """There are exactly as many acks as events."""
     queue = keeping.open()
     assert isinstance(queue, BufferedQueue)
     producer, acks = follow(queue)
@@ -167,7 +167,7 @@ def test_the_first_of_two_concurrent_settlements_decides_the_outcome(
 def test_settling_by_offset_waits_for_a_batch_that_is_being_settled(
     storing: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the ledger says is what the journal says: a restart changes nothing."""
+    """The ledger and the journal agree: a restart changes nothing."""
     queue = opened(storing, 10)
     batch = queue.get(5)
     slow = SlowRecord(queue, monkeypatch)
@@ -190,7 +190,7 @@ def test_events_settled_during_a_disk_read_are_not_handed_out(
     """The consumer gets the unsettled events, and the room is freed once."""
     queue = opened(disk, 0)
     queue.producer(ack="persisted").publish_block(block_of(numbered(0, 10)))
-    state_of(queue).buffer.drop_below(10)  # as after a restart: everything is on disk only
+    state_of(queue).buffer.drop_below(10)  # as after a restart: all events are only on disk
     storage = state_of(queue).storage
     fetch = storage.fetch
 
@@ -207,7 +207,7 @@ def test_events_settled_during_a_disk_read_are_not_handed_out(
 
 
 def test_events_settled_by_offset_stay_settled_after_a_restart(storing: Harness) -> None:
-    """Batches that were done or released afterwards change nothing of it."""
+    """Batches that are done or released later do not change this."""
     queue = opened(storing, 10)
     first, second = queue.get(5), queue.get(5)
     queue.settle(3, 8)
@@ -222,7 +222,7 @@ def test_events_settled_by_offset_stay_settled_after_a_restart(storing: Harness)
 def test_events_returned_before_a_restart_and_settled_by_offset_delay_nothing(
     storing: Harness,
 ) -> None:
-    """The others are handed out, though they are few."""
+    """The few other events are handed out."""
     queue = opened(storing, 6)
     oldest, middle = queue.get(1), queue.get(3)
     middle.release()

@@ -1,4 +1,4 @@
-"""Does a queue shed what matters least, keep samples, and slow down who can wait?"""
+"""Load shedding, sampling and flow control."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ DELAYING: dict[str, Any] = {
     "light_delay": "600s",
     "full_delay_mark": 1,
 }
-"""The second event of a producer that can wait has to wait."""
+"""With this mark, the second event of a producer with full flow control waits."""
 
 
 def test_above_the_discard_mark_unimportant_events_are_shed(buffering: Harness) -> None:
-    """From the mark on, events of the severity and beyond are dropped, others are not."""
+    """Above the mark, events of this severity and less important ones are dropped."""
     queue = buffering.open(size=10, discard_mark=2, discard_severity=5, stalled=True)
     producer, acks = follow(queue)
     assert producer.publish(b"000", severity=7)
@@ -52,7 +52,7 @@ def test_above_the_discard_mark_unimportant_events_are_shed(buffering: Harness) 
 
 
 def test_a_block_is_shed_event_by_event(buffering: Harness) -> None:
-    """Of a block that comes above the mark, only the important events go in."""
+    """Above the mark, only the important events of a block are accepted."""
     queue = buffering.open(size=10, discard_mark=1, discard_severity=5, stalled=True)
     producer = queue.producer()
     producer.publish(b"000")
@@ -68,7 +68,7 @@ def test_a_block_is_shed_event_by_event(buffering: Harness) -> None:
 
 
 def test_shedding_ends_below_the_mark(buffering: Harness) -> None:
-    """Once there is room again, everything is welcome again."""
+    """Below the mark all events are accepted again."""
     queue = buffering.open(size=10, discard_mark=1, discard_severity=0, stalled=True)
     producer = queue.producer()
     producer.publish(b"000", severity=3)
@@ -81,7 +81,7 @@ def test_shedding_ends_below_the_mark(buffering: Harness) -> None:
 
 
 def test_sampling_keeps_every_nth_event(every: Harness) -> None:
-    """The first of every three is kept, counted on over single events and blocks alike."""
+    """The first of every three is kept; single events and blocks count together."""
     queue = every.open(sampling_interval=3)
     producer, acks = follow(queue)
     kept = [producer.publish(value) for value in numbered(0, 4)]
@@ -97,7 +97,7 @@ def test_sampling_keeps_every_nth_event(every: Harness) -> None:
 
 
 def test_a_block_that_is_dropped_entirely_raises_no_error(every: Harness) -> None:
-    """A block of which sampling keeps nothing is published, and dropped."""
+    """Publishing a block of which sampling keeps nothing succeeds."""
     queue = every.open(sampling_interval=10)
     producer = queue.producer()
     assert producer.publish(b"000")
@@ -129,7 +129,7 @@ def test_full_flow_control_waits_above_its_mark(buffering: Harness, in_block: bo
 
 
 def test_light_flow_control_waits_a_moment(buffering: Harness) -> None:
-    """A producer that can be slowed down waits ``light_delay``, then goes on."""
+    """A producer with light flow control waits ``light_delay``, then publishes."""
     queue = buffering.open(size=10, light_delay_mark=2, light_delay="50ms", stalled=True)
     producer = queue.producer(flow=FlowControl.LIGHT)
     publish_all(producer, numbered(0, 2))
@@ -144,7 +144,7 @@ def test_light_flow_control_waits_a_moment(buffering: Harness) -> None:
 
 
 def test_light_flow_control_ends_when_there_is_room(buffering: Harness) -> None:
-    """A slowed publisher goes on at once when the queue falls below the mark."""
+    """A delayed publisher continues when the queue falls below the mark."""
     queue = buffering.open(size=10, light_delay_mark=1, light_delay="600s", stalled=True)
     producer = queue.producer(flow=FlowControl.LIGHT)
     assert producer.publish(b"000")
@@ -174,7 +174,7 @@ def test_delayed_publishers_are_served_first_come_first_served(
 
 @pytest.mark.parametrize("flow", [FlowControl.LIGHT, FlowControl.FULL])
 def test_closing_wakes_delayed_publishers(buffering: Harness, flow: FlowControl) -> None:
-    """All of them at once, not only who came first."""
+    """All of them are woken, not only the first."""
     queue = buffering.open(**DELAYING, stalled=True)
     producer = queue.producer(flow=flow)
     assert producer.publish(b"000")
@@ -186,7 +186,7 @@ def test_closing_wakes_delayed_publishers(buffering: Harness, flow: FlowControl)
 
 
 def test_marks_also_apply_to_the_bound_in_bytes(buffering: Harness) -> None:
-    """A queue of few large events is as full as one of many small ones."""
+    """A few large events fill a queue like many small ones."""
     large = bytes(1000)
     queue = buffering.open(
         size=1000,
@@ -209,7 +209,7 @@ def test_marks_also_apply_to_the_bound_in_bytes(buffering: Harness) -> None:
 
 
 def test_waits_of_one_publish_share_one_timeout(memory: Harness) -> None:
-    """The mark, the line for room and the ack: together no longer than was asked for."""
+    """The waits for the mark, for room and for the ack together end at the timeout."""
     queue = memory.open(size=2, full_delay_mark=1)
     queue.producer().publish(b"000")
     patient = queue.producer(flow=FlowControl.FULL, ack="delivered")
@@ -224,7 +224,7 @@ def test_waits_of_one_publish_share_one_timeout(memory: Harness) -> None:
 
 
 def test_a_producer_without_flow_control_is_not_delayed(buffering: Harness) -> None:
-    """A producer that cannot wait has the queue up to its bound."""
+    """A producer without flow control can fill the queue up to its bound."""
     queue = buffering.open(
         size=4, light_delay_mark=1, light_delay="600s", full_delay_mark=1, stalled=True
     )
@@ -246,7 +246,7 @@ def test_try_publish_is_never_delayed(every: Harness) -> None:
 
 
 def test_delayed_producers_do_not_block_others(buffering: Harness) -> None:
-    """Whoever is slowed down by a mark has no place in the line for room."""
+    """A publisher that waits for a mark is not in the line for room."""
     queue = buffering.open(size=3, full_delay_mark=1, stalled=True)
     queue.producer().publish(b"000")
     patient = Task(lambda: queue.producer(flow="full").publish(b"last"))
@@ -296,7 +296,9 @@ def test_a_refused_event_is_not_counted_as_dropped(buffering: Harness, flow: Flo
     assert queue.stats().ledger.adds_up
 
 
-def test_a_block_larger_than_the_queue_goes_on_where_it_was_refused(buffering: Harness) -> None:
+def test_a_refused_block_larger_than_the_queue_continues_where_it_stopped(
+    buffering: Harness,
+) -> None:
     """Events that policies dropped of its first pieces need not come again."""
     queue = buffering.open(size=4, discard_mark=1, discard_severity=5, stalled=True)
     publish_all(queue.producer(), [b"000"])

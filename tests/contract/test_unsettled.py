@@ -1,4 +1,4 @@
-"""Does a queue tell a reader the ranges that are not settled?"""
+"""The unsettled ranges that a queue returns to a reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is every waiting thread woken while others wait for something else?"""
+"""Every waiting thread is woken, even if others wait for something else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_publisher_behind_one_that_does_not_wait_is_woken(keeping: Harness) ->
 
 
 def test_a_release_wakes_a_consumer_while_readers_wait(keeping: Harness) -> None:
-    """Readers by offset wait for the same queue; a batch given back is not theirs to hear of."""
+    """Readers by offset wait too, but a released batch is for a consumer."""
     queue = _open(keeping)
     queue.producer().publish(b"x")
     batch = queue.get(timeout=PATIENCE)
@@ -51,7 +51,7 @@ def test_a_release_wakes_a_consumer_while_readers_wait(keeping: Harness) -> None
 
 @pytest.mark.parametrize("level", [AckLevel.PERSISTED, AckLevel.DELIVERED])
 def test_a_flush_after_a_close_returns_at_once(keeping: Harness, level: AckLevel) -> None:
-    """There is nothing to wait for any more, so it says no at once."""
+    """The level can never be reached, so flush() returns false at once."""
     queue = _open(keeping)
     producer = queue.producer(ack=level, on_ack=Acks())
     producer.publish(b"x")
@@ -62,7 +62,7 @@ def test_a_flush_after_a_close_returns_at_once(keeping: Harness, level: AckLevel
 
 
 def test_acks_go_on_after_a_callback_that_exits(keeping: Harness) -> None:
-    """One producer's callback cannot end the thread that serves them all."""
+    """The callback of one producer cannot end the thread that serves all producers."""
     queue = _open(keeping)
     acks = Acks()
 
@@ -77,7 +77,7 @@ def test_acks_go_on_after_a_callback_that_exits(keeping: Harness) -> None:
 
 
 def test_a_closed_queue_starts_no_ack_thread(keeping: Harness) -> None:
-    """A producer made too late gets no ack, and no thread waits for it."""
+    """A producer of a closed queue is refused, and no thread starts for it."""
     queue = _open(keeping, name="late")
     queue.close()
     with pytest.raises(QueueClosed):

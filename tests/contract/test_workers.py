@@ -1,4 +1,4 @@
-"""Do workers come and go with the work, and does every batch end up settled once?"""
+"""The worker pool: workers start and end with the backlog; each batch is settled once."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from turnlane.queues.worker_pool import FIRST_PAUSE, Cancelled, DeadLetters, Wor
 
 @pytest.fixture(autouse=True, scope="module")
 def _attentive() -> Iterator[None]:
-    """Let supervisors look often."""
+    """Let supervisors check often."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_pool, "LOOK_SECONDS", 0.005)
         yield
 
 
 class Pool(WorkerPool):
-    """Notes how long workers would have paused, and lets them pause no longer than ``longest``."""
+    """Records the pauses of workers, and limits them to ``longest``."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ def _open(harness: Harness, **knobs: Any) -> BufferedQueue:
 
 
 def _publish(queue: BufferedQueue, first: int, end: int) -> None:
-    """Publish at once, so that it is the batch size alone that makes the batches."""
+    """Publish one block, so that only the batch size decides about batches."""
     queue.producer().publish_block(block_of(numbered(first, end)))
 
 
@@ -86,7 +86,7 @@ def _threads(queue: BufferedQueue) -> list[threading.Thread]:
 
 
 class Recorder:
-    """A consumer that does what it is told with each batch, then keeps its values."""
+    """A consumer that calls a function with each batch, then keeps its values."""
 
     def __init__(self, act: Callable[[Batch], object] = lambda batch: None) -> None:
         self.act = act
@@ -112,7 +112,7 @@ def _failing(times: int, error: BaseException) -> Callable[[Batch], None]:
     return act
 
 
-# How many there are
+# The number of workers
 
 
 def test_a_pool_without_work_has_no_workers(keeping: Harness) -> None:
@@ -123,7 +123,7 @@ def test_a_pool_without_work_has_no_workers(keeping: Harness) -> None:
 
 
 def test_a_longer_backlog_starts_more_workers(keeping: Harness) -> None:
-    """The backlog decides how many, ``workers`` is the limit."""
+    """The backlog decides, up to ``workers``."""
     queue = _open(keeping, workers=3, worker_minimum_events=10)
     goes_on = threading.Event()
     recorder = Recorder(lambda batch: goes_on.wait(PATIENCE))
@@ -185,7 +185,7 @@ def test_no_other_worker_tries_a_batch_during_its_pause(keeping: Harness) -> Non
         _publish(queue, 5, 10)
         _await_delivered(queue, 5)
         assert_never(lambda: len(recorder.attempts) > 2, "another attempt")
-        pool.close(drain=False)  # ends the pause, and gives the batch back
+        pool.close(drain=False)  # ends the pause and gives the batch back
     assert queue.get(timeout=PATIENCE).place.attempt == 2
 
 
@@ -193,7 +193,7 @@ def test_no_other_worker_tries_a_batch_during_its_pause(keeping: Harness) -> Non
 def test_a_consumer_that_raises_system_exit_has_failed(
     keeping: Harness, error: BaseException
 ) -> None:
-    """What would end a thread without a word does not take a batch with it."""
+    """The batch is given back although SystemExit would end a thread silently."""
     queue = _open(keeping)
     recorder = Recorder(_failing(1, error))
     with Pool(queue, recorder):
@@ -203,7 +203,7 @@ def test_a_consumer_that_raises_system_exit_has_failed(
 
 
 def test_a_refused_batch_is_kept_as_dead_letters(keeping: Harness) -> None:
-    """``Never`` settles a batch as dead once it has been kept."""
+    """``Never`` settles a batch as dead after its dead letters are stored."""
     queue = _open(keeping, dequeue_batch_size=2)
     kept: list[tuple[list[bytes | None], str]] = []
 
@@ -225,7 +225,7 @@ def test_a_refused_batch_is_kept_as_dead_letters(keeping: Harness) -> None:
 
 
 def test_a_refused_batch_without_dead_letters_is_tried_again(keeping: Harness) -> None:
-    """Without dead letters there is nothing else to do with them."""
+    """Without dead letters nothing else would keep the events."""
     queue = _open(keeping)
     recorder = Recorder(_failing(2, Never("poison")))
     with Pool(queue, recorder):
@@ -236,7 +236,7 @@ def test_a_refused_batch_without_dead_letters_is_tried_again(keeping: Harness) -
 
 
 def test_a_batch_whose_dead_letters_fail_is_tried_again(keeping: Harness) -> None:
-    """What could not be kept is not dead: it is tried again, after a pause."""
+    """Events that could not be stored are not dead: they come again after a pause."""
     queue = _open(keeping)
     calls: list[int] = []
 
@@ -277,7 +277,7 @@ def test_a_worker_survives_a_disk_that_cannot_read(disk: DiskHarness) -> None:
     assert recorder.values == [b"000"]
 
 
-# Consumers that overrun
+# Consumers that take too long
 
 
 def _overrun(pool: WorkerPool) -> None:
@@ -301,7 +301,7 @@ def test_a_consumer_that_takes_too_long_is_cancelled(keeping: Harness) -> None:
 
 
 def test_a_consumer_that_loops_is_cancelled(keeping: Harness) -> None:
-    """It is ended in the middle of its code; another worker gets the batch."""
+    """It is interrupted in its code; another worker gets the batch."""
     queue = _open(keeping)
     begun = threading.Event()
     ended: list[type[BaseException]] = []
@@ -357,7 +357,7 @@ def test_a_consumer_that_hangs_in_c_code_is_given_up(keeping: Harness, call: str
 
 
 def test_a_done_after_the_cancellation_is_ignored(keeping: Harness) -> None:
-    """A consumer that was given up, and does not take no for an answer, settles nothing."""
+    """A consumer that catches the cancellation cannot settle its batch."""
     queue = _open(keeping)
     begun, goes_on, late = threading.Event(), threading.Event(), threading.Event()
     seen: list[list[bytes | None]] = []
@@ -366,7 +366,7 @@ def test_a_done_after_the_cancellation_is_ignored(keeping: Harness) -> None:
         if batch.attempt > 1:
             raise RetryLater("not yet", after=3600.0)
         begun.set()
-        with contextlib.suppress(Cancelled):  # it should not be caught, but consumers may do it
+        with contextlib.suppress(Cancelled):  # consumers should not catch it, but some do
             goes_on.wait(PATIENCE)
         batch.done()
         batch.release()
@@ -390,7 +390,7 @@ def test_a_done_after_the_cancellation_is_ignored(keeping: Harness) -> None:
 
 
 def test_workers_survive_consumers_that_end_at_the_time_limit(keeping: Harness) -> None:
-    """Ending at the very moment of the cancellation breaks neither worker nor pool."""
+    """A consumer that ends at the moment of its cancellation harms neither worker nor pool."""
     queue = _open(keeping, completion_timeout="10ms", workers=4, worker_minimum_events=1)
     chance = random.Random(7)
 
@@ -408,7 +408,7 @@ def test_workers_survive_consumers_that_end_at_the_time_limit(keeping: Harness) 
 
 
 def test_a_pool_goes_on_when_a_consumer_fails_after_free(keeping: Harness) -> None:
-    """There is nothing to give back; the batch stays unsettled, and others are handled."""
+    """The contents are gone; the batch stays unsettled, and others are handled."""
     queue = _open(keeping, dequeue_batch_size=1)
     begun, goes_on = threading.Event(), threading.Event()
 
@@ -462,7 +462,7 @@ def test_a_draining_close_ends_in_time(keeping: Harness) -> None:
 
 
 def test_a_close_without_drain_finishes_batches_in_work(keeping: Harness) -> None:
-    """The batch in hand is delivered, the others stay."""
+    """The current batch is delivered; the others stay in the queue."""
     queue = _open(keeping)
     goes_on = threading.Event()
     recorder = Recorder(lambda batch: goes_on.wait(PATIENCE))
@@ -505,7 +505,7 @@ def test_a_consumer_may_close_its_pool(keeping: Harness) -> None:
 
 
 def test_a_pool_ends_when_its_queue_is_closed(keeping: Harness) -> None:
-    """Nobody spins or waits for a queue that gives no more, also if something is left in it."""
+    """No thread spins or waits at a closed queue, even if events are left in it."""
     queue = _open(keeping, workers=2, worker_minimum_events=1)
     goes_on = threading.Event()
     recorder = Recorder(lambda batch: goes_on.wait(PATIENCE))
@@ -519,11 +519,11 @@ def test_a_pool_ends_when_its_queue_is_closed(keeping: Harness) -> None:
     pool.close(drain=True)
 
 
-# All of it at once
+# Everything together
 
 
 def test_one_worker_keeps_the_order(keeping: Harness) -> None:
-    """Failures delay later events, and nothing overtakes."""
+    """Failures delay later events, and no event overtakes another."""
     queue = _open(keeping, dequeue_batch_size=3)
     chance = random.Random(3)
 
@@ -540,7 +540,7 @@ def test_one_worker_keeps_the_order(keeping: Harness) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_many_workers_lose_nothing_and_settle_nothing_twice(keeping: Harness, seed: int) -> None:
-    """Whatever fails, is refused or overruns, every event is delivered or dead, and acked once."""
+    """After failures, refusals and timeouts every event is delivered or dead, and acked once."""
     queue = _open(keeping, workers=8, worker_minimum_events=1, dequeue_batch_size=7)
     chance = random.Random(seed)
     dead: list[bytes | None] = []
@@ -573,7 +573,7 @@ def test_many_workers_lose_nothing_and_settle_nothing_twice(keeping: Harness, se
 def test_a_pool_that_cannot_drain_in_time_logs_the_remaining_events(
     memory: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Closing goes on; remaining events stay in the queue."""
+    """The close continues; remaining events stay in the queue."""
     queue = memory.open(shutdown_timeout="50ms")
     assert isinstance(queue, BufferedQueue)
     publish_all(queue.producer(), numbered(0, 3))

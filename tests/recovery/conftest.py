@@ -1,4 +1,4 @@
-"""Queues that are closed after the test, and a disk to trouble them with."""
+"""Fixtures: queues that are closed after the test, and a disk with faults on request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def opener() -> Iterator[Opener]:
 
 @pytest.fixture
 def disk() -> Iterator[HookedDisk]:
-    """A disk without troubles, to begin with; it has none when the queues are closed."""
+    """A disk that works at first; its faults are cleared before the queues are closed."""
     hooked = HookedDisk()
     yield hooked
     hooked.clear()
@@ -35,13 +35,13 @@ def disk() -> Iterator[HookedDisk]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """The directory of a queue, not made yet."""
+    """The directory of a queue, which does not exist yet."""
     return tmp_path / "queue"
 
 
 @pytest.fixture
 def queues() -> Iterator[Callable[..., Stored]]:
-    """Opens queues, and closes those that a test has left open."""
+    """Opens queues, and closes them after the test."""
     with contextlib.ExitStack() as opened:
 
         def make(path: Path, kind: str = "disk", **knobs: Any) -> Stored:
@@ -55,11 +55,11 @@ def queues() -> Iterator[Callable[..., Stored]]:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Writer:
-    """Of a directory with large chunks."""
+    """The writer of a directory with large chunks."""
     return Writer(tmp_path)
 
 
 @pytest.fixture
 def small_chunks(tmp_path: Path) -> Writer:
-    """Of a directory with chunks of a kibibyte."""
+    """The writer of a directory with chunks of one kibibyte."""
     return Writer(tmp_path, chunk_size=1024)

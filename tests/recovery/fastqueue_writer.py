@@ -1,4 +1,4 @@
-"""FastQueue's directories, written from the format's description alone; and what is read of them.
+"""Writes FastQueue directories by the description of the format, and reads them back.
 
 The writer shares nothing with the reader.
 """
@@ -39,7 +39,7 @@ class Writer:
         return self.put_raw(encode_block(value, snappy=snappy), value)
 
     def put_raw(self, data: bytes, value: bytes | None = None) -> int:
-        """Append bytes; ``value`` is what a reader should make of them, if anything."""
+        """Append bytes; ``value`` is the event that a reader should return for them, if any."""
         if self._file and self.position % self.chunk_size + len(data) > self.chunk_size:
             self.position = (self.position // self.chunk_size + 1) * self.chunk_size
             self._file = None
@@ -53,7 +53,7 @@ class Writer:
         return position
 
     def restart(self, position: int) -> None:
-        """Go on as FastQueue does after a crash: where the metadata says, whatever is there."""
+        """Continue as FastQueue does after a crash: at the offset in the metadata."""
         self._file = self.chunk(position)
         with self._file.open("ab") as file:
             file.truncate(position % self.chunk_size)

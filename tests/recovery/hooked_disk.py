@@ -1,4 +1,4 @@
-"""A disk on which a test steps in: at a certain call it waits for the test, or does as it says."""
+"""A disk with hooks: at a chosen operation a test can make it wait or fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from turnlane.testing import FaultyDisk
 
 Stored = BufferedQueue
 Hook = Callable[[Path | int], None]
-"""Called with the file, or its descriptor, before the operation is done; may wait or raise."""
+"""Called with the file or its descriptor before the operation; may wait or raise."""
 
 
 class _Planned(NamedTuple):
@@ -34,11 +34,11 @@ class HookedDisk(FaultyDisk):
         self._hooks: list[_Planned] = []
 
     def on(self, op: str, hook: Hook, match: str = "") -> None:
-        """Have ``hook`` called before every such operation, until :meth:`clear`."""
+        """Call ``hook`` before every such operation, until :meth:`clear`."""
         self._hooks.append(_Planned(op, match, hook))
 
     def pause(self, op: str, match: str = "", skip: int = 0) -> Pause:
-        """Have such operations wait from now on, but for the next few."""
+        """Let such operations wait, after the next few."""
         pause = Pause(skip)
         self.on(op, pause, match)
         return pause
@@ -49,7 +49,7 @@ class HookedDisk(FaultyDisk):
 
     @property
     def open_files(self) -> set[str]:
-        """The names of the files that are open."""
+        """Return the names of the open files."""
         with self._lock:
             return {path.name for path in self._paths.values()}
 
@@ -63,7 +63,7 @@ class HookedDisk(FaultyDisk):
 
 
 class Pause:
-    """A place where threads wait until the test lets them go on; once let go, it stays open."""
+    """A point at which threads wait until the test calls ``end()``. Then it stays open."""
 
     def __init__(self, skip: int = 0) -> None:
         self._skips = iter(range(skip))
@@ -77,11 +77,11 @@ class Pause:
         assert self._ended.wait(PATIENCE), "the test did not let go"
 
     def await_reached(self) -> None:
-        """Wait until somebody waits here."""
+        """Wait until a thread waits here."""
         assert self._reached.wait(PATIENCE), "nobody came"
 
     def end(self) -> None:
-        """Let everybody go on."""
+        """Let all threads continue."""
         self._ended.set()
 
 
@@ -99,12 +99,12 @@ class Once:
 
     @property
     def raised(self) -> bool:
-        """Whether it has."""
+        """Whether the error was raised."""
         return self._raised.is_set()
 
 
 class Opener:
-    """Opens queues, and closes those that a test has left open; their ledgers have to add up."""
+    """Opens queues, and closes them after the test. Their ledgers must add up."""
 
     def __init__(self) -> None:
         self.closing = contextlib.ExitStack()
@@ -129,12 +129,12 @@ def _close(queue: BufferedQueue) -> None:
 
 
 def get_block_values(block: Block) -> list[bytes]:
-    """The values of a block."""
+    """Return the values of a block."""
     return [value for value in block.column("value").to_pylist() if value is not None]
 
 
 def take(queue: BufferedQueue, count: int) -> list[bytes]:
-    """The next events, settled."""
+    """Get the next events, settle them, and return their values."""
     found: list[bytes] = []
     while len(found) < count:
         with queue.get(count - len(found), timeout=PATIENCE) as batch:
@@ -143,7 +143,7 @@ def take(queue: BufferedQueue, count: int) -> list[bytes]:
 
 
 def drain_queue(queue: BufferedQueue) -> list[bytes]:
-    """All that is left, settled; the queue takes no more."""
+    """Finish the queue, settle all remaining events, and return their values."""
     queue.finish()
     found: list[bytes] = []
     with contextlib.suppress(QueueClosed):

@@ -1,4 +1,4 @@
-"""Knows what a queue has promised over many lives, and says when a promise was broken."""
+"""Keeps all promises of a queue over many lives, and fails when one is broken."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Oracle:
     """Hears the reports of one life after the other, in order.
 
     With ``keeps_offsets``, an offset that was settled is never given to another event: true of
-    the disk kind. A disk-assisted queue forgets in a crash what never touched its disk, offsets
-    included.
+    the disk kind. A disk-assisted queue forgets in a crash all events that were not on its
+    disk, and their offsets.
     """
 
     def __init__(self, *, keeps_offsets: bool) -> None:
@@ -38,7 +38,7 @@ class Oracle:
         self.seen: dict[Identity, int] = {}
         """The offset at which each event was last seen."""
         self.settling: dict[int, Identity] = {}
-        """What ``done()`` was called for, whether or not it returned."""
+        """Events for which ``done()`` was called, even if it did not return."""
         self.settled: dict[int, Identity] = {}
         self.gone: set[Identity] = set()
         """Events for which ``done()`` has returned."""
@@ -52,7 +52,7 @@ class Oracle:
 
     @property
     def resend_from(self) -> int:
-        """What the numbered producer has to send again."""
+        """The first number that the numbered producer has to send again."""
         return self.persisted[EVERY_LIFE, NUMBERED]
 
     @property
@@ -61,18 +61,18 @@ class Oracle:
         return sum(self.persisted.values())
 
     def is_persisted(self, event: Identity) -> bool:
-        """Whether the event's producer was told so."""
+        """Whether the producer of the event got an ack for it."""
         return event.number < self.persisted[event.life, event.producer]
 
     def is_here_to_stay(self, event: Identity) -> bool:
         """Whether the event was promised the offset at which it was seen.
 
-        One that its producer sends again may be persisted elsewhere by now.
+        An event that its producer sends again may be persisted at another offset by now.
         """
         return event.life != EVERY_LIFE and self.is_persisted(event)
 
     def hear(self, orders: Orders, reports: Iterable[Report]) -> None:
-        """Judge one life, read to its end."""
+        """Check the reports of one life."""
         self._out: set[int] = set()
         self._fresh = -1
         for report in reports:
@@ -138,9 +138,9 @@ class Oracle:
             self._out.add(offset)
 
     def _forget(self, written: int) -> None:
-        """Events settled before they were ever written, which their producer may send again.
+        """Forget events that were settled before they were written: they may be sent again.
 
-        Only those of a disk-assisted queue: of what it has in memory it keeps nothing.
+        Only in a disk-assisted queue, which loses everything that is only in memory.
         """
         self._written = max(self._written, written)
         if not self._keeps_offsets:
@@ -148,7 +148,7 @@ class Oracle:
         self._recent.clear()
 
     def _place(self, offset: int, event: Identity) -> None:
-        """An event is seen at an offset: one that stays its own once either is promised."""
+        """Record that an event has an offset. The pair is fixed once either is promised."""
         other = self.at.get(offset, event)
         if other != event:
             assert not self.is_here_to_stay(other) or other in self.maybe_gone, (
@@ -178,16 +178,16 @@ class Oracle:
     # The end
 
     def check_all_there(self) -> None:
-        """Everything promised was seen, settled or at the last drain, and in order."""
+        """Every promised event was settled, or came at the last drain, in order."""
         for (life, producer), total in self.persisted.items():
             for number in range(total):
                 event = Identity(life, producer, number)
                 assert event in self.gone or event in self.maybe_gone, f"{event} is lost"
 
     def check_order(self) -> None:
-        """By offset, every producer's events are in the order in which it published them.
+        """In offset order, the events of each producer are in publish order.
 
-        Where an event was sent again, its last place counts, and only once there can be no other.
+        For an event that was sent again only its last offset counts, once that is fixed.
         """
         last: dict[int, Identity] = {}
         for offset, event in sorted(self.at.items()):

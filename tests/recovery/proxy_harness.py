@@ -1,4 +1,4 @@
-"""What the tests of the proxy queue share: publishers that remember, and the oracle."""
+"""Shared by the tests of the proxy queue: publishers that record, and the checks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_proxy(
 
 
 class Publisher:
-    """A producer, what it published, and the acks it heard, each checked against the far end."""
+    """A producer with its published events and acks; each ack is checked against the node."""
 
     def __init__(self, queue: Queue, far: Values, name: str, level: AckLevel) -> None:
         self.name = name
@@ -89,7 +89,7 @@ class Publisher:
         assert arrived, f"{self.name} heard of {self.acked} events, not {wanted}"
 
     def check(self, values: Sequence[bytes]) -> None:
-        """Nothing lost, nothing twice, in order; acks exact and never early."""
+        """No event is lost, doubled or out of order; acks are exact and never early."""
         assert self.mine(values) == self.published
         assert self.early == []
         assert self.acked == len(self.published)

@@ -1,4 +1,4 @@
-"""A disk that can be copied in between two operations: what a process that is killed leaves."""
+"""A disk that can be copied between two operations, as a killed process leaves it."""
 
 from __future__ import annotations
 

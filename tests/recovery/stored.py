@@ -1,4 +1,4 @@
-"""Queues with a disk as tests of its faults have them: small chunks, and numbered values."""
+"""Queues for tests of disk faults: small chunks, and numbered values."""
 
 from __future__ import annotations
 

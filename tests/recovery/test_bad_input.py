@@ -1,4 +1,4 @@
-"""Does bad input, or an interrupted publish, harm only the one who publishes it?"""
+"""Bad input or an interrupted publish affects only its own publisher."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def build_keyed_block(kind: pa.DataType) -> Block:
 def test_nested_dictionary_column_is_refused_at_publish(
     opener: Opener, tmp_path: Path, kind: str, make: Any
 ) -> None:
-    """What cannot be written is the fault of its publisher, who hears of it, and nobody else's."""
+    """The publisher gets the error; other publishers are not affected."""
     queue = opener.stored(kind, tmp_path)
     producer = queue.producer()
     assert producer.publish(b"before")
@@ -62,7 +62,7 @@ def test_nested_dictionary_column_is_refused_at_publish(
 
 
 def build_nullable_block(values: list[bytes], *, nullable: bool, extra: bool) -> Block:
-    """A block whose columns say whether there may be nulls in them."""
+    """Return a block whose columns are all nullable, or all not."""
     columns: dict[str, pa.Array[Any]] = {"value": pa.array(values)}
     if extra:
         columns["n"] = pa.array(range(len(values)))
@@ -71,7 +71,7 @@ def build_nullable_block(values: list[bytes], *, nullable: bool, extra: bool) ->
 
 
 def is_written(queue: Stored, offset: int) -> bool:
-    """Whether the writer has come this far."""
+    """Whether the writer has written up to this offset."""
     return store_of(queue).log.end >= offset
 
 
@@ -81,7 +81,7 @@ def is_written(queue: Stored, offset: int) -> bool:
 def test_columns_with_and_without_nulls_can_be_mixed(
     opener: Opener, tmp_path: Path, kind: str, extra: bool, together: bool
 ) -> None:
-    """Whether a column may be null is no type of its own, within a frame and across frames."""
+    """Nullability is not part of a column's type, within a frame and across frames."""
     knobs: dict[str, Any] = {"sync_interval": "10ms"}
     if kind == "disk_assisted":
         knobs |= {"size": 100, "high_watermark": 2, "low_watermark": 1}
@@ -121,7 +121,7 @@ bad_values = pytest.mark.parametrize(
 def test_bad_annotation_is_refused_at_publish(
     opener: Opener, tmp_path: Path, kind: str, bad: dict[str, Any]
 ) -> None:
-    """A publisher who gives nonsense is told so; the events of all others are kept."""
+    """The publisher gets the error; the events of other publishers are kept."""
     queue = opener(**get_knobs(kind, tmp_path))
     innocent = queue.producer()
     for value in numbered(0, 10):
@@ -170,7 +170,7 @@ def interruption(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 def check_consistent(queue: BufferedQueue) -> None:
-    """What is counted is what is there."""
+    """The counters agree with the contents."""
     with state_of(queue).lock:
         assert state_of(queue).positions.end == state_of(queue).buffer.open.end
         assert len(state_of(queue).buffer.open.values) == len(
@@ -182,7 +182,7 @@ def check_consistent(queue: BufferedQueue) -> None:
 
 
 def check_order(queue: BufferedQueue, before: list[bytes], after: list[bytes]) -> None:
-    """Everything comes, each event with its own key; the interrupted one may or may not."""
+    """Every event comes with its own key; only the interrupted one may be missing."""
     events: list[tuple[bytes | None, str | None]] = []
     queue.finish()
     while queue.stats().ledger.pending:
@@ -196,7 +196,7 @@ def check_order(queue: BufferedQueue, before: list[bytes], after: list[bytes]) -
 
 
 def publish_keyed(queue: BufferedQueue, values: list[bytes]) -> None:
-    """Publish events whose keys say which values they belong to."""
+    """Publish events whose keys contain their values."""
     producer = queue.producer()
     for value in values:
         assert producer.publish(value, key=value.decode())
@@ -207,14 +207,14 @@ def publish_keyed(queue: BufferedQueue, values: list[bytes]) -> None:
 def test_interrupted_publish_leaves_the_queue_consistent(
     opener: Opener, tmp_path: Path, interruption: Interruption, kind: str, verb: str
 ) -> None:
-    """Ctrl-C in the middle of a publish shifts no offset: every later event can be delivered."""
+    """Ctrl-C during a publish shifts no offset: every later event is delivered."""
     queue = opener(**get_knobs(kind, tmp_path))
     publish_keyed(queue, numbered(0, 3))
     interruption.due = True
     with pytest.raises(KeyboardInterrupt):
         getattr(queue.producer(), verb)(b"interrupted", key="interrupted")
     assert not interruption.due
-    if kind != "disk":  # whose writer may seal the open block at any moment
+    if kind != "disk":  # its writer may seal the open block at any moment
         check_consistent(queue)
     publish_keyed(queue, numbered(3, 6))
     check_consistent(queue)
@@ -225,7 +225,7 @@ def test_interrupted_publish_leaves_the_queue_consistent(
 def test_events_after_an_interrupted_publish_are_persisted(
     opener: Opener, tmp_path: Path, interruption: Interruption, kind: str
 ) -> None:
-    """What was promised after a Ctrl-C is there after a restart, and nothing twice."""
+    """Events acked after a Ctrl-C come once after a restart."""
     queue = opener(**get_knobs(kind, tmp_path))
     publish_keyed(queue, numbered(0, 3))
     interruption.due = True
@@ -243,7 +243,7 @@ def test_events_after_an_interrupted_publish_are_persisted(
 def test_interrupted_consumer_that_admits_a_publisher_loses_nothing(
     opener: Opener, interruption: Interruption
 ) -> None:
-    """Whoever makes room puts in the next in line; Ctrl-C there leaves queue and line whole."""
+    """The consumer that makes room admits the next publisher; Ctrl-C there harms neither."""
     queue = opener("memory", size=2)
     publish_keyed(queue, numbered(0, 2))
     producer = queue.producer()
@@ -270,13 +270,13 @@ def test_interrupted_consumer_that_admits_a_publisher_loses_nothing(
 
 
 def test_disk_queue_without_memory_is_refused(opener: Opener, tmp_path: Path) -> None:
-    """Without any memory nothing could ever be published."""
+    """Without memory no event could be published."""
     with pytest.raises(ConfigError, match="memory_bytes"):
         opener.stored("disk", tmp_path, memory_bytes=0)
 
 
 def test_disk_queue_with_little_memory_is_slow_but_works(opener: Opener, tmp_path: Path) -> None:
-    """However little memory a disk queue may use, events get through."""
+    """Even with very little memory all events are delivered."""
     queue = opener.stored("disk", tmp_path, memory_bytes=1, full_timeout="5s")
     producer = queue.producer(ack="persisted")
     for value in numbered(0, 5):

@@ -1,4 +1,4 @@
-"""Does a queue open with damaged metadata and chunks, and give all that can still be read?"""
+"""A queue with damaged metadata or chunks opens and returns every readable event."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from turnlane.queues.buffered import BufferedQueue
 
 
 def make_damaged_queue(path: Path) -> None:
-    """A closed queue of 400 events, the first 100 settled, and some in the middle."""
+    """Return a closed queue of 400 events; the first 100 and some later ones are settled."""
     queue = open_queue(path=path, **KNOBS["disk"])
     assert isinstance(queue, BufferedQueue)
     producer = queue.producer()
@@ -93,7 +93,7 @@ def garble_lock(path: Path) -> None:
 def test_queue_opens_without_a_valid_journal(
     queues: Callable[..., Stored], made: Path, damage: Callable[[Path], None]
 ) -> None:
-    """Then settled events may come again, but every unsettled one comes, and in order."""
+    """Settled events may come again; every unsettled event comes, in order."""
     damage(made)
     queue = queues(made)
     found = [int(each[:6]) for each in drain_queue(queue)]
@@ -109,7 +109,7 @@ def test_queue_opens_without_a_valid_journal(
 def test_queue_opens_without_a_valid_identity(
     queues: Callable[..., Stored], made: Path, damage: Callable[[Path], None]
 ) -> None:
-    """The chunks know whose they are: nothing is lost and nothing comes again."""
+    """The chunks contain the queue's id: no event is lost or repeated."""
     damage(made)
     queue = queues(made)
     assert {int(each[:6]) for each in drain_queue(queue)} == set(range(400)) - SETTLED
@@ -119,7 +119,7 @@ def test_queue_opens_without_a_valid_identity(
 def test_queue_opens_with_a_journal_ahead_of_the_log(
     queues: Callable[..., Stored], made: Path
 ) -> None:
-    """Events that the journal knows of and the log does not have are counted as missing."""
+    """Events that are in the journal and not in the log count as missing."""
     stale = made.with_name("stale")
     for journal in list_journals(made):
         shutil.copy(journal, stale / journal.name)
@@ -161,7 +161,7 @@ def publish_blocks(queue: Any, first: int, end: int) -> None:
 
 
 def check_rest(queue: Stored, accepted: int = 300) -> dict[str, int]:
-    """Everything comes in order but what is counted as lost; returns how much, by reason."""
+    """Check that all events come in order except lost ones; return the losses by reason."""
     found = [int(each[:6]) for each in drain_queue(queue)]
     assert found == sorted(set(found))
     ledger = queue.stats().ledger
@@ -176,7 +176,7 @@ def check_rest(queue: Stored, accepted: int = 300) -> dict[str, int]:
 def test_queue_opens_with_a_missing_chunk(
     queues: Callable[..., Stored], full: Path, which: int
 ) -> None:
-    """Its events are counted as missing, all others are delivered."""
+    """Its events count as missing; all others are delivered."""
     gone = list_chunks(full)[which]
     ends = [*(int(each.stem, 16) for each in list_chunks(full)), 300]
     first = int(gone.stem, 16)
@@ -195,7 +195,7 @@ def flip_bit(path: Path, byte: int, bit: int) -> None:
 def test_flipped_bit_anywhere_costs_at_most_one_frame(
     queues: Callable[..., Stored], full: Path, tmp_path: Path, which: int
 ) -> None:
-    """Wherever in a chunk it is, it costs a frame, at worst that chunk, and is counted and kept."""
+    """It costs one frame, at worst the chunk; the loss is counted and the bytes are kept."""
     target = list_chunks(full)[which]
     size = target.stat().st_size
     for number, byte in enumerate(range(0, size, size // (60 if IN_CI else 12))):
@@ -216,7 +216,7 @@ def test_flipped_bit_anywhere_costs_at_most_one_frame(
 def test_chunk_of_another_queue_is_set_aside_unchanged(
     queues: Callable[..., Stored], full: Path, tmp_path: Path, which: int
 ) -> None:
-    """In the place of one of ours, it counts as missing; it is put aside and never delivered."""
+    """The foreign chunk is never delivered; the chunk that it replaced counts as missing."""
     other = queues(tmp_path / "other")
     publish_blocks(other, 1000, 1010)
     other.close()
@@ -234,7 +234,7 @@ def test_chunk_of_another_queue_is_set_aside_unchanged(
 def test_length_of_two_exabytes_allocates_nothing(
     queues: Callable[..., Stored], full: Path, which: int, signed: bool
 ) -> None:
-    """Even with a checksum that holds, it costs no memory and no more than its chunk."""
+    """Even with a valid checksum it costs no memory, and at most its chunk."""
     target = list_chunks(full)[which]
     data = bytearray(target.read_bytes())
     schema = struct.unpack_from("<Q", data)[0] & (1 << 62) - 1

@@ -1,4 +1,4 @@
-"""Does a queue survive its disk: full, failing, torn, slow, damaged, read-only, or not its own?"""
+"""Queues on a full, failing, slow, damaged, read-only or locked disk."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ both_kinds = pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
 def test_full_disk_makes_the_queue_full(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
-    """Publishers are turned away or wait, and come in by themselves when there is space again."""
+    """Publishers are refused or wait, and are admitted when there is space again."""
     queue = queues(path, disk=disk)
     producer = queue.producer()
     disk.fill()
@@ -66,11 +66,11 @@ def test_full_disk_makes_the_queue_full(
 
 
 LARGE: dict[str, Any] = {"chunk_size": "64Mi", "memory_bytes": "64Mi", "write_buffer": "1Mi"}
-"""Knobs of a queue that is fit for large blocks."""
+"""Knobs of a queue for large blocks."""
 
 
 def large_block(events: int) -> pa.RecordBatch:
-    """A block with so many events of 64 KiB."""
+    """Return a block of events of 64 KiB."""
     return block_of([b"%06d" % number + bytes(65_530) for number in range(events)])
 
 
@@ -78,7 +78,7 @@ def large_block(events: int) -> pa.RecordBatch:
 def test_block_larger_than_the_free_space_is_written_in_parts(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk, kind: str
 ) -> None:
-    """What fits is on disk, and the rest follows when there is space again."""
+    """The part that fits is on disk; the rest follows when there is space again."""
     knobs = LARGE if kind == "disk" else {"chunk_size": "64Mi"}
     queue = queues(path, kind, disk=disk, **knobs)
     disk.fill(after_bytes=5 << 20)
@@ -94,7 +94,7 @@ def test_block_larger_than_the_free_space_is_written_in_parts(
 def test_kill_between_parts_of_a_numbered_block_accepts_only_the_rest_again(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
-    """Each part has its own number with it."""
+    """Each part is stored with its own number."""
     queue = queues(path, disk=disk, **LARGE)
     producer = queue.producer(producer_id="me")
     disk.fill(after_bytes=5 << 20)
@@ -113,7 +113,7 @@ def test_kill_between_parts_of_a_numbered_block_accepts_only_the_rest_again(
 def test_acks_free_space_on_a_full_disk(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
-    """Nobody cleans up but the consumer: chunks go, even the one being written, and it goes on."""
+    """Acks alone free the space: settled chunks are deleted, even the active one."""
     queue = queues(path, disk=disk)
     producer = queue.producer()
     disk.fill(after_bytes=20_000)
@@ -128,7 +128,7 @@ def test_acks_free_space_on_a_full_disk(
 def test_full_disk_releases_the_chunk_being_written_once_settled(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
-    """With everything in it settled, the only chunk is deleted to make room for the next event."""
+    """If all its events are settled, the only chunk is deleted to make room."""
     queue = queues(path, disk=disk, chunk_size="1Mi")
     producer = queue.producer(ack="persisted")
     publish(producer, 0, 50)
@@ -143,7 +143,7 @@ def test_full_disk_releases_the_chunk_being_written_once_settled(
 def test_disk_assisted_queue_on_a_full_disk_works_in_memory(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
-    """It takes what fits its memory, then it is full; what is read makes room."""
+    """It accepts events until its memory is full; consumers make room again."""
     queue = queues(path, "disk_assisted", disk=disk)
     producer = queue.producer()
     disk.fill()
@@ -163,7 +163,7 @@ def test_disk_assisted_queue_on_a_full_disk_works_in_memory(
 
 @contextlib.contextmanager
 def mount_small_file_system(path: Path, size: str) -> Iterator[Path]:
-    """A file system of its own, where that is allowed."""
+    """Mount a small file system; skip the test where that is not allowed."""
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "turnlane-test", str(path)]
     try:
@@ -182,7 +182,7 @@ def mount_small_file_system(path: Path, size: str) -> Iterator[Path]:
 def test_queue_survives_a_real_full_file_system(
     queues: Callable[..., Stored], tmp_path: Path, kind: str
 ) -> None:
-    """On four megabytes, twelve pass through in order while the disk is full again and again."""
+    """12 MB pass in order through a disk of 4 MB, which is full again and again."""
     with mount_small_file_system(tmp_path / "small", "4m") as small:
         queue = queues(small / "queue", kind, chunk_size="256Ki")
         producer = queue.producer()
@@ -212,7 +212,7 @@ def test_queue_survives_a_real_full_file_system(
 def test_queue_recovers_from_a_failing_disk(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk, op: str, times: int
 ) -> None:
-    """Errors are retried until all is written; acks come then, once and complete."""
+    """The writer retries until everything is written; then each ack comes once."""
     queue = queues(path, disk=disk)
     acks = Acks()
     producer = queue.producer(ack="persisted", on_ack=acks)
@@ -230,7 +230,7 @@ def test_queue_recovers_from_a_failing_disk(
 def test_failing_disk_acks_nothing(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk, op: str
 ) -> None:
-    """No ack comes before the disk has really taken the events, and it comes by itself then."""
+    """Acks come only after the disk has stored the events, without another call."""
     queue = queues(path, disk=disk)
     acks = Acks()
     producer = queue.producer(ack="persisted", on_ack=acks)
@@ -247,7 +247,7 @@ def test_failing_disk_acks_nothing(
 def test_close_reports_events_that_were_never_written(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk, op: str, durability: str
 ) -> None:
-    """A close that could not store everything raises; nothing was acked, and the ledger knows."""
+    """The close raises; no lost event was acked, and the ledger counts the losses."""
     queue = queues(path, disk=disk, durability=durability, shutdown_timeout="100ms")
     acks = Acks()
     producer = queue.producer(ack="persisted", on_ack=acks)
@@ -268,7 +268,7 @@ def test_close_reports_events_that_were_never_written(
 def test_close_reports_a_failed_sync(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
-    """Also events that were written long ago are not safe before they were synced."""
+    """Written events are not safe before they are synced, even old ones."""
     rarely = {"durability": "interval", "sync_interval": "1h", "stale_flush": "1h"}
     large = {"chunk_size": "1Mi", "memory_bytes": "1Mi"}
     queue = queues(path, disk=disk, shutdown_timeout="100ms", **large, **rarely)
@@ -283,7 +283,7 @@ def test_close_reports_a_failed_sync(
 def test_torn_write_is_repeated(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
-    """Half a frame is cut off before the whole one is written."""
+    """The torn frame is cut off before it is written again."""
     queue = queues(path, disk=disk)
     producer = queue.producer(ack="persisted")
     publish(producer, 0, 5)
@@ -302,7 +302,7 @@ def test_torn_write_is_repeated(
 def test_busy_queue_survives_scattered_disk_errors(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk, kind: str, op: str
 ) -> None:
-    """Under load with many failures, on whatever file, nothing is lost, doubled or reordered."""
+    """Many failures under load, on any file, lose, double or reorder no event."""
     queue = queues(path, kind, disk=disk)
     for nth in range(2, 60, 3):
         disk.fail(op, nth)
@@ -319,7 +319,7 @@ def test_busy_queue_survives_scattered_disk_errors(
 
 
 def settle_batch(settle: Callable[[], None]) -> None:
-    """Settle a batch, as often as it takes."""
+    """Call ``done()`` until it succeeds."""
     for _ in range(100):
         try:
             settle()
@@ -332,7 +332,7 @@ def settle_batch(settle: Callable[[], None]) -> None:
 def test_waiting_publishers_share_one_slow_sync(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
-    """Twenty publishers that wait for the disk need few more syncs than one."""
+    """Twenty waiting publishers need only a few more syncs than one."""
     queue = queues(path, disk=disk, chunk_size="1Mi")
     disk.delay("sync", seconds=0.02, times=None, match=".chunk")
 
@@ -350,7 +350,7 @@ def test_waiting_publishers_share_one_slow_sync(
 def test_failed_done_leaves_the_batch_with_the_consumer(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
-    """done() that could not be recorded says so, changes nothing, and can be called again."""
+    """The failed done() raises, changes nothing, and can be called again."""
     queue = queues(path, disk=disk)
     acks = Acks()
     producer = queue.producer(ack="delivered", on_ack=acks)
@@ -373,7 +373,7 @@ def test_failed_done_leaves_the_batch_with_the_consumer(
 def test_batch_can_be_released_after_done_failed(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk
 ) -> None:
-    """After a failed done() the other verbs work, too."""
+    """After a failed done() the other methods work too."""
     queue = queues(path, disk=disk)
     publish(queue.producer(ack="persisted"), 0, 10)
     batch = queue.get(10)
@@ -386,7 +386,7 @@ def test_batch_can_be_released_after_done_failed(
     assert get_block_values(again.block) == values(0, 10)
 
 
-# A directory that cannot be had
+# A directory that cannot be opened
 
 
 @both_kinds
@@ -394,7 +394,7 @@ def test_batch_can_be_released_after_done_failed(
 def test_unwritable_directory_is_named_in_the_error(
     path: Path, disk: FaultyDisk, kind: str, op: str
 ) -> None:
-    """A read-only disk is told with the directory's path, whatever step meets it first."""
+    """The error names the directory, at every step of the opening that can fail."""
     disk.fail(op, error=errno.EROFS, times=None)
     with pytest.raises(DirectoryUnusable, match=str(path)):
         open_queue(path=path, disk=disk, **KNOBS[kind])
@@ -404,7 +404,7 @@ def test_unwritable_directory_is_named_in_the_error(
 def test_read_only_file_system_is_named_in_the_error(
     queues: Callable[..., Stored], tmp_path: Path, kind: str
 ) -> None:
-    """The same, for a new queue and for one that was written before."""
+    """The same for a new queue and for an existing one."""
     with mount_small_file_system(tmp_path / "small", "4m") as small:
         queue = queues(small / "old", kind)
         publish(queue.producer(), 0, 10)
@@ -423,7 +423,7 @@ def test_read_only_file_system_is_named_in_the_error(
 def test_second_process_cannot_open_the_queue(
     queues: Callable[..., Stored], path: Path, kind: str
 ) -> None:
-    """While a process has the queue, another is told which one; afterwards it may have it."""
+    """The error names the process that has the queue. After its close the queue opens."""
     knobs = json.dumps({**KNOBS[kind], "path": str(path)})
     program = f"""
 import json, sys
@@ -451,7 +451,7 @@ with open_queue(**json.loads({knobs!r})):
 def test_jumping_clock_changes_only_timestamps(
     queues: Callable[..., Stored], path: Path, kind: str
 ) -> None:
-    """Years forwards or back: events carry what the clock said; order and ledger do not care."""
+    """After a jump by years, events have the time of the clock; order and ledger are right."""
     clock = ManualClock()
     queue = queues(path, kind, clock=clock)
     producer = queue.producer()
@@ -478,7 +478,7 @@ def test_jumping_clock_changes_only_timestamps(
 
 
 class CountingDisk(Disk):
-    """Counts what is read."""
+    """Counts the bytes that are read."""
 
     def __init__(self) -> None:
         self.bytes_read = 0
@@ -492,7 +492,7 @@ class CountingDisk(Disk):
 def test_opening_costs_the_same_for_any_amount_of_data(
     queues: Callable[..., Stored], tmp_path: Path
 ) -> None:
-    """Twenty times the data, and opening reads no more of it."""
+    """With twenty times the data, opening reads as many bytes."""
     read = {}
     for events in (1000, 20_000):
         path = tmp_path / str(events)

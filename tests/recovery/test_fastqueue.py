@@ -1,4 +1,4 @@
-"""Are directories that metrics-governor's FastQueue left behind read in full?"""
+"""Directories of metrics-governor's FastQueue are read completely."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from turnlane.storage import fastqueue
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.fastqueue import FastQueueDirectory, FastQueueMetadata
 
-# What a sound directory gives.
+# An undamaged directory.
 
 
 def test_version_2_is_read(writer: Writer) -> None:
@@ -61,7 +61,7 @@ def test_plain_and_snappy_blocks_can_be_mixed(writer: Writer) -> None:
 
 
 def test_snappy_data_written_by_go_is_read(writer: Writer) -> None:
-    """Bytes by hand: a literal, then a copy of 11 bytes from 1 back, in the raw format."""
+    """Hand-written bytes: a literal, then a copy of 11 bytes at distance 1."""
     data = bytes([12, 0 << 2, ord("a"), (11 - 4) << 2 | 1, 1])
     writer.put_raw(struct.pack("<Q", len(data) | 1 << 63) + data, b"a" * 12)
     writer.metadata()
@@ -160,7 +160,7 @@ def test_reader_offset_at_the_end_leaves_nothing_unread(writer: Writer) -> None:
     assert list_faults(writer.path) == []
 
 
-# Metadata that cannot be relied upon.
+# Metadata that is wrong.
 
 
 def test_missing_metadata_makes_everything_unread(writer: Writer) -> None:

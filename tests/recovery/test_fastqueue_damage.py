@@ -1,4 +1,4 @@
-"""Is everything read that can be read of a damaged FastQueue directory, and nothing made up?"""
+"""A damaged FastQueue directory returns every readable block, and no invented one."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_zero_length_blocks_are_empty_events(writer: Writer, count: int) -> None
 def test_hole_of_zeros_is_a_fault_and_the_next_block_is_found(
     writer: Writer, hole: int, snappy: bool
 ) -> None:
-    """Metadata ahead of the data at a crash: FastQueue goes on after zeros never written."""
+    """The metadata is ahead of the data at a crash: FastQueue continues after zeros."""
     writer.put(b"before", snappy=snappy)
     begin = writer.position
     writer.restart(begin + hole)
@@ -150,7 +150,7 @@ def test_tail_of_zeros_is_a_fault(writer: Writer) -> None:
 
 
 def test_blocks_that_overwrote_older_ones_are_read(writer: Writer) -> None:
-    """Metadata behind the data at a crash: FastQueue goes on in the middle of what is there."""
+    """The metadata is behind the data at a crash: FastQueue overwrites existing data."""
     for number in range(6):
         writer.put(b"%d" % number * 50, snappy=False)
     old = writer.chunk(0).read_bytes()
@@ -164,7 +164,7 @@ def test_blocks_that_overwrote_older_ones_are_read(writer: Writer) -> None:
     assert corrupt.byte == end + len(new)
 
 
-# Anything at all.
+# Random bytes.
 
 anything = st.lists(
     st.tuples(st.binary(max_size=200) | st.binary(max_size=3).map(lambda b: b * 99), st.booleans()),

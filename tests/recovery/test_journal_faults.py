@@ -1,7 +1,7 @@
-"""What is left of the journal after damage, death and a disk that fails?
+"""The journal after damage, the death of its process, and failures of its disk.
 
-Always a state that once was: all that was told before some moment, and nothing after it. Where
-nothing but the process died, that moment is the last call that returned, or the one under way.
+It always has a state of the past: all records before some moment, and none after it. If only the
+process died, this moment is the last call that returned, or the call that was running.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from turnlane.testing import FaultyDisk
 
 ID = "0123456789abcdef" * 2
 SIZE = 16384
-"""Small files, so that they change after some 270 records."""
+"""Small files: they change after about 270 records."""
 DELIVERED = Outcome.DELIVERED
 P1, P2 = b"1" * 16, b"2" * 16
 RECORD = 48
@@ -47,7 +47,7 @@ def reopen(path: Path, disk: Disk | None = None) -> tuple[Journal, JournalState]
 
 
 def get_low(path: Path) -> int:
-    """What a journal opened now says; it must also go on from there, and say so next time."""
+    """Open the journal and return its low mark; it must also accept and keep new records."""
     journal, state = reopen(path)
     assert state.totals.get(DELIVERED, 0) == state.low
     assert not state.settled
@@ -83,7 +83,7 @@ def kept(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def copies(kept: Path, tmp_path: Path) -> Iterator[Path]:
-    """As many copies of that directory as a test likes."""
+    """Return a function that copies this directory."""
     return fresh_copies(kept, tmp_path / "copies")
 
 
@@ -117,7 +117,7 @@ def test_flipped_bit_in_the_snapshot_falls_back_to_the_older_file(
         damaged = path / "journal.a"
         flip_bit(damaged, byte, byte % 8)
         before = damaged.read_bytes()
-        if byte >= 32 + length:  # padding: nobody reads it
+        if byte >= 32 + length:  # padding, which is never read
             assert get_low(path) == 8, byte
         else:
             assert get_low(path) == 3, byte
@@ -145,7 +145,7 @@ def test_truncated_file_keeps_the_records_before_the_cut(
 
 
 def test_records_after_a_damaged_one_stay_ignored(kept: Path) -> None:
-    """Were the hole filled in place, the old records after it would be read as new ones."""
+    """A new record in place of the damaged one would make the old records valid again."""
     start = find_start_of_records((kept / "journal.a").read_bytes())
     flip_bit(kept / "journal.a", start, 0)
     for _ in range(3):
@@ -198,7 +198,7 @@ def test_file_of_zeros_counts_as_empty(kept: Path) -> None:
 
 
 def test_blank_header_does_not_revive_old_records(kept: Path) -> None:
-    """The same generation is used again in the same file, over records that would fit it."""
+    """The same file gets the same generation again, over records that would be valid in it."""
     data = bytearray((kept / "journal.a").read_bytes())
     data[:32] = bytes(32)
     (kept / "journal.a").write_bytes(data)
@@ -246,7 +246,7 @@ def test_record_of_a_later_version_ends_the_replay(kept: Path) -> None:
 # Old copies
 
 
-def test_higher_generation_wins_whatever_the_file_name(kept: Path) -> None:
+def test_higher_generation_wins_under_either_file_name(kept: Path) -> None:
     (kept / "journal.a").rename(kept / "journal.c")
     (kept / "journal.b").rename(kept / "journal.a")
     (kept / "journal.c").rename(kept / "journal.b")
@@ -277,7 +277,7 @@ def test_old_copies_of_both_files_restore_the_old_state(kept: Path, copies: Iter
 
 
 class Recorder(Disk):
-    """Writes down in which order things were done to which part of a file."""
+    """Records the order of operations and the part of the file that each touched."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -318,8 +318,8 @@ def test_failed_open_leaves_no_file_open_and_can_be_repeated(kept: Path, op: str
     assert get_low(kept) == 8
 
 
-# A new journal's first file is b, so all that touches a is the first change of files: a snapshot
-# under a blank header, a sync, the header, a sync.
+# A new journal starts with file b, so every operation on a is part of the first change of files:
+# a snapshot under a blank header, a sync, the header, a sync.
 STEPS = [("size", 1), ("write", 1), ("sync", 1), ("write", 2), ("sync", 2)]
 
 
@@ -340,7 +340,7 @@ def test_records_after_a_failed_change_survive_a_kill(tmp_path: Path, op: str, n
     disk.fail(op, nth, match="journal.a")
     for number in range(400):
         settle(journal, range(number, number + 1))
-        if number > 250:  # the change is tried, and fails, soon after
+        if number > 250:  # soon after this the change is tried, and fails
             assert Journal.read(tmp_path, Disk(), ID).low == number + 1
     journal.close()
 
@@ -363,15 +363,15 @@ def test_active_file_grows_while_files_cannot_change(tmp_path: Path, op: str, nt
 @pytest.mark.parametrize(
     "faults",
     [
-        [("write", 2)],  # the header was not written, nor the blank one
-        [("sync", 2)],  # it was, and blanked again; who knows which is on the device
-        [("sync", 2), ("write", 3)],  # it was, and stands there
+        [("write", 2)],  # neither the header nor the blank header was written
+        [("sync", 2)],  # it was written and blanked again; either may be on the device
+        [("sync", 2), ("write", 3)],  # it was written and stays
     ],
 )
 def test_half_changed_files_that_cannot_be_undone_refuse_records(
     tmp_path: Path, faults: list[tuple[str, int]]
 ) -> None:
-    """Which file the next opening takes is then in doubt: nothing may be told to either alone."""
+    """The next opening may take either file, so no record may go to only one of them."""
     disk = FaultyDisk()
     journal, _ = reopen(tmp_path, disk)
     for op, nth in faults:
@@ -428,16 +428,16 @@ def test_failed_sync_writes_the_state_to_the_other_file(tmp_path: Path) -> None:
     disk.fail("sync", match="journal.b")
     with pytest.raises(OSError, match="Input/output"):
         journal.sync()
-    disk.fail("sync", match="journal.b", times=None)  # whoever syncs it again fails
+    disk.fail("sync", match="journal.b", times=None)  # another sync of it fails
     journal.sync()
     journal.sync()
-    os.truncate(tmp_path / "journal.b", 0)  # what the kernel may have lost
+    os.truncate(tmp_path / "journal.b", 0)  # the kernel may have dropped these pages
     journal.close()
     assert get_low(tmp_path) == 10
 
 
 def test_failed_record_is_written_when_repeated(tmp_path: Path) -> None:
-    """Until then a death leaves it in doubt: it ends in zeros, and so does the file."""
+    """The record ends with zeros, like the file; before the repeat a kill may lose it."""
     disk = FaultyDisk()
     journal, _ = reopen(tmp_path, disk)
     for keep in range(RECORD):
@@ -522,7 +522,7 @@ for number in range(state.low, state.low + 1000):
 
 
 def count_records_before_death(path: Path, plan: str) -> int:
-    """How many calls returned in a process that dies as planned."""
+    """Return how many calls returned in a process that dies as planned."""
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(plan=plan), str(path), ID, str(SIZE)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -545,7 +545,7 @@ DEATHS = {
         f"{op} {nth}": f"disk.kill({op!r}, {nth})"
         for op, nth in (("allocate", 1), ("allocate", 2), ("sync_directory", 1))
     },
-    # In the middle of the snapshot, of the header, and of a record
+    # During the snapshot, the header, and a record
     **{
         f"snapshot at {keep}": f"disk.tear(1, {keep}, kill=True, match='journal.a')"
         for keep in (1, 16, 31, 32, 33, 100, 200, 5000)

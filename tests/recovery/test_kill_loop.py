@@ -1,7 +1,7 @@
-"""Is anything lost when the process is killed, at whatever moment? See ``victim`` and ``oracle``.
+"""A process that is killed at any moment loses no event. See ``victim`` and ``oracle``.
 
-The lives of a loop share one directory, so every one begins with what the kill before it has left.
-Every run is another; ``TURNLANE_SEED=…``, which a failure prints, repeats its plans and choices.
+The lives of a loop share one directory: each one starts with the files that the last kill left.
+Every run is different; ``TURNLANE_SEED=…``, which a failure prints, repeats its choices.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PATIENCE = 60.0
 
 @dataclass
 class Loop:
-    """Lives in one directory, and the oracle that hears of them."""
+    """Runs lives in one directory, and passes their reports to the oracle."""
 
     nursery: ForkServerContext
     knobs: dict[str, Any]
@@ -60,9 +60,9 @@ class Loop:
         print(f"TURNLANE_SEED={SEED}")  # noqa: T201 - pytest shows it with a failure
 
     def live(self, *, kill_at: int | None = None, **orders: Any) -> bool:
-        """One life; true if it ended by a kill, by a planned fault or at its ``kill_at``th report.
+        """Run one life; true if it was killed, by a planned fault or at report ``kill_at``.
 
-        Counted in reports and not in time, so that a busy machine lets the lives be as rich.
+        Counted in reports and not in time: a busy machine then tests as much.
         """
         order = Orders(
             life=self.lives,
@@ -85,13 +85,13 @@ class Loop:
         return killed
 
     def listen(self, child: BaseProcess, pipe: Connection, kill_at: int | None) -> list[Report]:
-        """Read the pipe to its end, and see to it that there is one."""
+        """Read the pipe to its end, and kill the child at its report ``kill_at``."""
         reports: list[Report] = []
         with pipe, contextlib.suppress(EOFError):
             while kill_at is None or len(reports) < kill_at:
                 assert pipe.poll(PATIENCE), f"stuck after {reports[-3:]}"
                 reports.append(pipe.recv())
-            # Up to some milliseconds later: no report is sent in the middle of a write.
+            # Some milliseconds later, because no report is sent during a write.
             wait([child.sentinel], self.rng.expovariate(1000))
             child.kill()
             while True:
@@ -99,7 +99,7 @@ class Loop:
         return reports
 
     def drain(self) -> None:
-        """Take out everything that is left, and see whether that was all there had to be."""
+        """Take out all remaining events, and check that none is missing."""
         started = time.perf_counter()
         queue = open_queue(**self.knobs)
         assert isinstance(queue, BufferedQueue)
@@ -117,7 +117,7 @@ class Loop:
             assert ledger["pending"] == 0
 
     def summary(self, what: str) -> None:
-        """What happened, for people."""
+        """Describe the lives for people."""
         times = [seconds * 1000 for seconds in self.oracle.recoveries]
         print(  # noqa: T201 - the point of it
             f"\n{what}: {self.kills} kills in {self.lives} lives, "
@@ -140,7 +140,7 @@ def drain_queue(queue: BufferedQueue) -> Iterator[Report]:
 
 
 def disk_knobs(path: Path, durability: str) -> dict[str, Any]:
-    """A queue that starts and deletes chunks all the time."""
+    """Knobs of a queue that starts and deletes chunks all the time."""
     pace = {"interval": "sync_interval", "never": "stale_flush"}.get(durability)
     return {
         "kind": "disk",
@@ -157,9 +157,9 @@ def disk_knobs(path: Path, durability: str) -> dict[str, Any]:
 def test_kill_at_a_random_moment_loses_no_persisted_event(
     nursery: ForkServerContext, tmp_path: Path, durability: str
 ) -> None:
-    """Whenever the process dies, persisted events stay and settled ones stay away.
+    """Persisted events survive, and settled events do not come back.
 
-    Without syncs, too: what was written is the operating system's to keep.
+    This holds without syncs too: the operating system keeps written data.
     """
     knobs = disk_knobs(tmp_path / "queue", durability)
     loop = Loop(nursery, knobs, Oracle(keeps_offsets=True))
@@ -177,17 +177,17 @@ def test_kill_at_a_random_moment_loses_no_persisted_event(
 
 
 def kill(op: str, nth: int, match: str = "") -> Plan:
-    """Killed in place of the nth such call."""
+    """Plan a kill instead of the nth such call."""
     return [("kill", {"op": op, "nth": nth, "match": match})]
 
 
 def tear(nth: int, keep: int, match: str) -> Plan:
-    """Killed in the middle of the nth write."""
+    """Plan a kill during the nth write."""
     return [("tear", {"nth": nth, "keep_bytes": keep, "match": match, "kill": True})]
 
 
 def kill_during_rewrite(op: str, nth: int) -> Plan:
-    """A sync fails, and the process is killed while it saves what that has left in doubt."""
+    """Plan a failed sync, and a kill while the unsynced events are rewritten."""
     return [
         ("fail", {"op": "sync", "nth": 3, "match": ".chunk"}),
         ("kill_after_failure", {"op": op, "nth": nth}),
@@ -195,7 +195,7 @@ def kill_during_rewrite(op: str, nth: int) -> Plan:
 
 
 def fault_points() -> list[Plan]:
-    """Everywhere a queue that is being used meets its disk; torn files first, for the next life."""
+    """Return a fault at every disk operation; torn files first, for the next life."""
     plans: list[Plan] = []
     for nth in range(1, 13):
         keep = (0, 1, 7, 31, 32, 33, 100, 500, 1000, 3000, 5000, 8000)[nth - 1]
@@ -213,14 +213,14 @@ def fault_points() -> list[Plan]:
 
 
 def get_fault_kind(plan: Plan) -> str:
-    """What the process is to be killed at."""
+    """Return the kind of operation at which the process is killed."""
     method, arguments = plan[-1]
     words = (method, arguments.get("op", ""), arguments.get("match", ""))
     return " ".join(word for word in words if word)
 
 
 def few_fault_points() -> list[Plan]:
-    """One of every kind: the second, for the first leaves nothing torn to be cut off."""
+    """Return one fault of every kind, the second: the first leaves no torn tail."""
     kinds: dict[str, list[Plan]] = defaultdict(list)
     for plan in fault_points():
         kinds[get_fault_kind(plan)].append(plan)
@@ -231,7 +231,7 @@ def few_fault_points() -> list[Plan]:
 def test_kill_at_any_disk_operation_loses_no_persisted_event(
     nursery: ForkServerContext, tmp_path: Path, durability: str
 ) -> None:
-    """A process killed in place of, or in the middle of, any step on the disk breaks no promise."""
+    """A kill instead of any disk operation, or during it, breaks no promise."""
     knobs = disk_knobs(tmp_path / "queue", durability)
     loop = Loop(nursery, knobs, Oracle(keeps_offsets=True))
     fired: Counter[str] = Counter()
@@ -249,7 +249,7 @@ def test_kill_at_any_disk_operation_loses_no_persisted_event(
 def test_kill_while_the_queue_is_created_leaves_it_openable(
     nursery: ForkServerContext, tmp_path: Path
 ) -> None:
-    """Killed at any step of its very first opening, a queue opens the next time and works."""
+    """After a kill at any step of the first opening, the queue opens and works."""
     for op in ("open", "write", "sync", "rename", "sync_directory", "allocate", "truncate"):
         kills = 0
         for nth in range(1, 9 if IN_CI else 3):
@@ -263,7 +263,7 @@ def test_kill_while_the_queue_is_created_leaves_it_openable(
 
 
 def assisted_knobs(path: Path) -> dict[str, Any]:
-    """A queue that goes into disk assistance and out of it all the time."""
+    """Knobs of a queue that starts and ends disk assistance all the time."""
     return {
         "kind": "disk_assisted",
         "path": path,
@@ -274,10 +274,10 @@ def assisted_knobs(path: Path) -> dict[str, Any]:
     }
 
 
-def test_killed_disk_assisted_queue_keeps_what_it_wrote(
+def test_killed_disk_assisted_queue_keeps_written_events(
     nursery: ForkServerContext, tmp_path: Path
 ) -> None:
-    """What had been spilled and synced survives, in order, and nothing settled comes back."""
+    """Spilled and synced events survive in order, and no settled event comes back."""
     loop = Loop(nursery, assisted_knobs(tmp_path / "queue"), Oracle(keeps_offsets=False))
     wanted = 40 if IN_CI else 8
     plans: list[Plan] = [(), kill("write", 5), kill("sync", 3), kill("unlink", 2), tear(6, 40, "")]
@@ -295,7 +295,7 @@ def test_killed_disk_assisted_queue_keeps_what_it_wrote(
 def test_closed_disk_assisted_queue_keeps_everything(
     nursery: ForkServerContext, tmp_path: Path
 ) -> None:
-    """Over many closings and openings nothing at all is lost, persisted or not."""
+    """Many closes and opens lose no event, persisted or not."""
     loop = Loop(nursery, assisted_knobs(tmp_path / "queue"), Oracle(keeps_offsets=True))
     for _ in range(20 if IN_CI else 5):
         killed = loop.live(appetite=loop.rng.choice([0.5, 1.0, 1.5]), events=600, close=True)

@@ -1,4 +1,4 @@
-"""The log on a disk that fails: is everything that it has taken still there afterwards?"""
+"""The log on a failing disk: every appended event is still there afterwards."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_kill_during_a_rewrite_loses_and_repeats_nothing(
         log = fail_sync(tmp_path, disk, synced)
         disk.kill(operation, nth)
         log.rewrite_after_failed_sync()
-        os._exit(0)  # not every rescue has a second truncate
+        os._exit(0)  # not every rewrite has a second truncate
     os.waitpid(child, 0)
     total = 10 * synced + 30
     log = open_log(tmp_path)
@@ -272,7 +272,7 @@ def test_offsets_in_two_segments_are_read_once_from_the_later(tmp_path: Path) ->
 
 
 def follow_writer(log: Log, total: int, problems: list[object]) -> None:
-    """Read along with the writer, and note whatever is not as it was written."""
+    """Read while the writer writes, and note every difference from the written events."""
     reader, offset = log.create_reader(), 0
     while offset < total:
         result = reader.read(offset, 7)

@@ -1,4 +1,4 @@
-"""The log after damage: does it open, keep every sound event, and lose no unreadable byte?"""
+"""The log after damage: it opens, keeps every intact event, and loses no unreadable byte."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from turnlane.testing import FaultyDisk
 
 
 class WatchedDisk(Disk):
-    """Remembers the most that was ever asked for at once."""
+    """Remembers the largest read."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -142,7 +142,7 @@ def test_flipped_bit_in_a_header_costs_one_frame(tmp_path: Path, mode: Compressi
             *build_values(20, 10),
         ]
         assert read_all(log) == expected
-        assert read_all(log) == expected  # not copied a second time
+        assert read_all(log) == expected  # it is not copied again
         assert read_quarantine(tmp_path) == damaged
         log.close()
         path.write_bytes(sound)
@@ -363,11 +363,11 @@ def test_column_added_later_is_null_in_earlier_events(tmp_path: Path) -> None:
             assert found.block.column("level").to_pylist() == expected
 
 
-# All of it, in any order
+# Everything, in any order
 
 
 class LogMachine(RuleBasedStateMachine):
-    """The log against a list, over appends, failures, crashes and removals."""
+    """Compares the log with a list, over appends, failures, crashes and removals."""
 
     @initialize(segment_size=st.sampled_from([500, 2000, 1 << 20]))
     def start(self, segment_size: int) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of written events that a failed sync or a power cut has dropped?"""
+"""Written events that a failed sync or a power cut has dropped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def opener() -> Iterator[Opener]:
 
 
 def publish(queue: BufferedQueue, end: int = len(VALUES)) -> None:
-    """The values up to ``end``; those that were published before are repeats."""
+    """Publish the values up to ``end``; values that were published before are repeats."""
     producer = queue.producer(producer_id="p")
     for at in range(0, end, 10):
         producer.publish_block(block_of(VALUES[at : at + 10]), sequence=at)
@@ -47,7 +47,7 @@ def publish(queue: BufferedQueue, end: int = len(VALUES)) -> None:
 def unsynced(
     request: pytest.FixtureRequest, opener: Opener, disk: FaultyDisk, tmp_path: Path
 ) -> Stored:
-    """A queue with events that are on disk and not synced."""
+    """Return a queue with events that are written and not synced."""
     path = tmp_path / "queue"
     queue = opener.stored(request.param, path, disk=disk, **KNOBS[request.param], **SLOW)
     log = store_of(queue).log
@@ -61,7 +61,7 @@ def unsynced(
 
 @pytest.fixture
 def written(unsynced: Stored, disk: FaultyDisk) -> Stored:
-    """The same, and they are about to be dropped."""
+    """Return the same queue, on a disk that drops these writes."""
     disk.forget(match=".chunk")
     return unsynced
 
@@ -69,7 +69,7 @@ def written(unsynced: Stored, disk: FaultyDisk) -> Stored:
 def test_events_lost_in_a_power_cut_are_accepted_again(
     opener: Opener, disk: FaultyDisk, tmp_path: Path, unsynced: Stored
 ) -> None:
-    """The journal, which was spared, does not take it for a repeat."""
+    """The journal survived, and does not count them as repeats."""
     synced = store_of(unsynced).log.synced_end
     unsynced.sync_acks()
     disk.cut_power(tmp_path / "queue", tmp_path / "copy", match=".chunk")
@@ -83,8 +83,8 @@ def test_events_lost_in_a_power_cut_are_accepted_again(
 def test_events_left_in_the_page_cache_by_a_kill_are_repeats(
     opener: Opener, tmp_path: Path, unsynced: Stored
 ) -> None:
-    """Though the journal knows nothing of it: the frames themselves say whose they are."""
-    written = store_of(unsynced).log.end  # not all: what is assisted by a disk keeps some in memory
+    """The frames contain the numbers, although the journal does not have them."""
+    written = store_of(unsynced).log.end  # some events may still be in memory
     shutil.copytree(tmp_path / "queue", tmp_path / "copy")
     again = opener.stored(unsynced.settings.kind, tmp_path / "copy")
     assert again.stats().ledger.accepted >= written
@@ -93,7 +93,7 @@ def test_events_left_in_the_page_cache_by_a_kill_are_repeats(
 
 
 def test_repeat_is_recognised_from_a_chunk_before_the_last(opener: Opener, tmp_path: Path) -> None:
-    """Chunks are begun before the interval is over, and recovery reads only the last."""
+    """Chunks change before the interval ends, and recovery reads only the last one."""
     knobs: dict[str, Any] = {**KNOBS["disk"], **SLOW, "chunk_size": "1Ki"}
     queue = opener.stored("disk", tmp_path / "queue", **knobs)
     for at in range(0, len(VALUES), 10):
@@ -135,7 +135,7 @@ def test_publishers_of_lost_writes_get_correct_acks(
 def test_rewritten_events_keep_columns_and_order(
     opener: Opener, disk: FaultyDisk, tmp_path: Path
 ) -> None:
-    """Also when some were settled meanwhile, and when the chunk is not the last."""
+    """Even if some are settled before, or the chunk is not the last one."""
     queue = opener.stored("disk", tmp_path, disk=disk, **KNOBS["disk"], **SLOW)
     assert queue.producer(ack="persisted").publish(b"first")
     publish(queue)

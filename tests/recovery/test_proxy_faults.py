@@ -1,4 +1,4 @@
-"""Does a proxy queue keep its promises, wherever the way to its node breaks?"""
+"""A proxy queue keeps its promises at every step at which its connection can break."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from turnlane.storage.disk_io import Disk
 from turnlane.testing import FlakyTransport, LoopbackTransport, ModelNode, Step
 
 STAGES = {Step.PERSISTED: AckLevel.PERSISTED}
-"""How far the node goes by itself until the death, where that is not only accepting."""
+"""The level that the node reaches before the death; without an entry it only accepts."""
 BEFORE = {Step.CONNECT: Step.IDLE, Step.RESEND: Step.AFTER_SEND, Step.CLOSE: Step.IDLE}
-"""Deaths that have to come first for a step to be taken more than once."""
+"""Steps that can happen twice only after an earlier death, and that death."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -64,7 +64,7 @@ def _settle_and_check(queue: BufferedQueue, node: ModelNode, publishers: list[Pu
 def test_death_at_any_step_neither_loses_nor_doubles_nor_acks_early(
     step: Step, nth: int, crash: bool
 ) -> None:
-    """Whether the connection dies alone or with its node, all arrives once and in order."""
+    """All events arrive once and in order, if the connection dies alone or with its node."""
     node = ModelNode(eager=STAGES.get(step, AckLevel.ACCEPTED))
     transport = FlakyTransport(node, crash=node.crash)
     if step in BEFORE:
@@ -85,7 +85,7 @@ def test_death_at_any_step_neither_loses_nor_doubles_nor_acks_early(
 
 
 def test_events_only_accepted_by_a_crashed_node_are_sent_again() -> None:
-    """Contents given up by the queue are still there to be sent again to a node that crashed."""
+    """The queue freed their room, but it still has the contents."""
     node = ModelNode()
     queue = open_proxy(node, batches=1)
     publishers = _publishers(queue, node)
@@ -100,7 +100,7 @@ def test_events_only_accepted_by_a_crashed_node_are_sent_again() -> None:
 
 
 def test_overlapping_batches_drop_repeats() -> None:
-    """A node that took half of a block takes the other half, and only that, the next time."""
+    """A node that has half of a block takes only the other half the next time."""
     node = ModelNode()
     transport = FlakyTransport(node)
     transport.die(Step.WITHIN_SEND, times=3)
@@ -115,7 +115,7 @@ def test_overlapping_batches_drop_repeats() -> None:
 
 
 def test_persisted_events_are_not_sent_again() -> None:
-    """A connection that breaks after everything was persisted costs no repeats."""
+    """A connection that breaks after everything is persisted causes no repeats."""
     node = ModelNode(eager=AckLevel.PERSISTED)
     transport = FlakyTransport(node)
     queue = open_proxy(transport)
@@ -145,7 +145,7 @@ ACTIONS = st.one_of(
 def test_any_sequence_of_deaths_neither_loses_nor_doubles_nor_acks_early(
     actions: list[tuple[str, object, object]],
 ) -> None:
-    """Publishing, persisting, delivering and dying in any order ends with everything in place."""
+    """Publish, persist, deliver and die in any order: every event arrives once."""
     node = ModelNode()
     transport = FlakyTransport(node, crash=node.crash)
     queue = open_proxy(transport, resend_bytes=600, max_event_bytes=100)
@@ -175,7 +175,7 @@ def _far_queue(path: Path, disk: Disk | None = None, **knobs: object) -> Buffere
 
 
 def test_killed_real_node_gets_everything_again(tmp_path: Path) -> None:
-    """A disk queue whose process dies loses its write buffer; the proxy fills it up again."""
+    """A killed disk queue loses its write buffer; the proxy sends the events again."""
     far = [_far_queue(tmp_path / "0", sync_interval="1000h", stale_flush="1000h")]
     far[0].producer(ack="persisted").publish(b"before")
     transport = FlakyTransport(LoopbackTransport(far[0]))
@@ -191,7 +191,7 @@ def test_killed_real_node_gets_everything_again(tmp_path: Path) -> None:
     transport.die(Step.CONNECT, times=None)
     transport.die(Step.IDLE)
     assert transport.await_death(Step.IDLE)
-    shutil.copytree(tmp_path / "0", tmp_path / "1")  # what a killed process would leave
+    shutil.copytree(tmp_path / "0", tmp_path / "1")  # the files as a killed process leaves them
     far.append(_far_queue(tmp_path / "1", sync_interval="10ms"))
     assert far[1].end == 1
     transport.transport = LoopbackTransport(far[1])
@@ -215,7 +215,7 @@ LAZY: dict[str, Any] = {"sync_interval": "1000h", "stale_flush": "1000h"}
 
 
 def test_node_is_urged_once_it_has_all_awaited_events(tmp_path: Path) -> None:
-    """Though it has been busy since the first of several batches, with that one alone."""
+    """The node has persisted only the first of several batches when the last one arrives."""
     disk = HookedDisk()
     far = _far_queue(tmp_path, disk, **LAZY)
     transport = FlakyTransport(LoopbackTransport(far))
@@ -231,7 +231,7 @@ def test_node_is_urged_once_it_has_all_awaited_events(tmp_path: Path) -> None:
 
 
 def test_returning_node_is_urged_again(tmp_path: Path) -> None:
-    """What the one before it was told died with it."""
+    """The earlier node was urged, but it died."""
     disk = HookedDisk()
     dead = _far_queue(tmp_path / "0", disk, **LAZY)
     transport = FlakyTransport(LoopbackTransport(dead))
@@ -245,7 +245,7 @@ def test_returning_node_is_urged_again(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "0", tmp_path / "1")
         writing.end()
         with _far_queue(tmp_path / "1", **LAZY) as far:
-            far.producer(ack="persisted").publish(b"first")  # which any queue syncs at once
+            far.producer(ack="persisted").publish(b"first")  # every queue syncs this at once
             transport.transport = LoopbackTransport(far)
             transport.clear()
             assert flushing.result()
@@ -253,7 +253,7 @@ def test_returning_node_is_urged_again(tmp_path: Path) -> None:
 
 
 def _flushing(queue: BufferedQueue, count: int) -> Task[bool]:
-    """Events, and a publisher that waits until the node has persisted all of them."""
+    """Publish events on a thread that waits until the node has persisted all of them."""
     publisher = Publisher(queue, lambda _: (), "p", AckLevel.PERSISTED)
     publisher.publish(count)
     flushing = Task(lambda: publisher.producer.flush(PATIENCE))

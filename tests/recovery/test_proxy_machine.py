@@ -1,8 +1,9 @@
-"""Does a proxy queue keep its promises, whatever dies when: the way, its node, or its own process?
+"""A proxy queue keeps its promises when its connection, its node or its own process dies.
 
-A Hypothesis state machine against a plain list. The node is a disk queue behind a transport that
-dies at any step; it is killed as a copy of its directory, made at any moment, takes its place. A
-client is killed by being cut off for good, and another goes on under its name.
+A Hypothesis state machine compares it with a plain list. The node is a disk queue behind a
+transport that can die at any step. To kill the node, the test replaces its directory by a copy
+made at any moment. To kill a client, the test disconnects it for good and starts another with the
+same producer id.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from turnlane.testing import FlakyTransport, LoopbackTransport, Step
 NAME = "client"
 PERSISTED, DELIVERED = "persisted", "delivered"
 MOST = 300
-"""Events that are pending at a time, fewer than the node's queue holds."""
+"""The most events that are pending at a time; the node's queue has room for more."""
 
 picks = st.integers(0, 9)
 levels = st.sampled_from([PERSISTED, DELIVERED])
@@ -46,7 +47,7 @@ def _impatient() -> Iterator[None]:
 
 
 class ProxyMachine(RuleBasedStateMachine):
-    """What was published, in order of its numbers, and what of it was settled, ever."""
+    """All published events by number, and all numbers that were ever settled."""
 
     @initialize(interval=st.sampled_from(["1h", "5ms"]))
     def start(self, interval: str) -> None:
@@ -58,7 +59,7 @@ class ProxyMachine(RuleBasedStateMachine):
         self.events: list[bytes] = []
         self.settled: set[bytes] = set()
         self.lost: set[bytes] = set()
-        """What a node lost that it had only accepted, after the client that sent it had died."""
+        """Events that a node had only accepted, and lost after the death of their client."""
         self.open_node(self.folder / "0")
         self.begin()
 
@@ -70,7 +71,7 @@ class ProxyMachine(RuleBasedStateMachine):
         self.out: list[Batch] = []
 
     def begin(self) -> None:
-        """Another client, which goes on where the node says the last one was."""
+        """Start a client, which continues at the number that the node has."""
         self.cut_off = threading.Event()
         self.way = FlakyTransport(LoopbackTransport(self.node), crash=self.cut_off.set)
         self.queue = open_proxy(self.way, producer_id=NAME, batch_size=8, batches=3)
@@ -85,12 +86,12 @@ class ProxyMachine(RuleBasedStateMachine):
     # The model
 
     def waiting(self) -> list[bytes]:
-        """What was not settled and is in no consumer's hands."""
+        """The events that are neither settled nor in flight."""
         held = {value for batch in self.out for value in get_block_values(batch.block)}
         return [value for value in self.events if value not in self.settled | self.lost | held]
 
     def low(self) -> int:
-        """The first number whose event is not settled, nor ever will be."""
+        """The first number that is neither settled nor lost."""
         gone = self.settled | self.lost
         numbers = (at for at, value in enumerate(self.events) if value not in gone)
         return next(numbers, len(self.events))
@@ -121,7 +122,7 @@ class ProxyMachine(RuleBasedStateMachine):
 
     @rule(limit=st.integers(1, 10))
     def get(self, limit: int) -> None:
-        """In order, nothing left out, and nothing that was settled: wherever it was meanwhile."""
+        """Batches come in order, without gaps, and without settled events."""
         expected = self.waiting()
         if expected:
             batch = self.queue.get(limit, timeout=PATIENCE)
@@ -139,7 +140,7 @@ class ProxyMachine(RuleBasedStateMachine):
 
     @rule(limit=st.integers(1, 10))
     def overtake(self, limit: int) -> None:
-        """The later of two batches first: by chance it would be rare that a kill finds them so."""
+        """Settle the later of two batches first; a kill in this state is rare by chance."""
         self.get(limit)
         self.get(limit)
         self.done(-1)
@@ -151,13 +152,13 @@ class ProxyMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        """Everything is persisted after a while, and soon if somebody waits for it."""
+        """Everything is persisted in the end, and soon if a publisher waits for it."""
         assert self.producers[PERSISTED].flush(PATIENCE)
         self.acks[PERSISTED].wait_for(len(self.published[PERSISTED]))
 
     @rule()
     def drain(self) -> None:
-        """Whatever has died: everything comes, and once; then all acks are here."""
+        """After any deaths every event comes once, and then all acks have come."""
         while self.out:
             self.done(0)
         while self.waiting():
@@ -171,28 +172,28 @@ class ProxyMachine(RuleBasedStateMachine):
 
     @rule(step=st.sampled_from(Step), nth=st.integers(1, 3))
     def disconnect(self, step: Step, nth: int) -> None:
-        """The connection dies soon, at some step; the proxy makes another."""
+        """The connection dies soon, at some step; the proxy connects again."""
         self.way.die(step, nth)
 
     def sever(self) -> None:
-        """End the connection, and let there be no other."""
+        """End the connection and refuse new ones."""
         self.way.die(Step.CONNECT, times=None, crash=True)
         self.way.die(Step.IDLE)
         wait_until(self.cut_off.is_set, "the end of the connection")
 
     def has(self) -> int:
-        """How many events the node has, as it tells its clients."""
+        """How many events the node has, as it reports to clients."""
         return self.node.known_sequence(NAME) or 0
 
     def safe(self) -> int:
-        """How many events the node must know: up to the last one known as persisted, or settled."""
+        """How many events the node must have: up to the last persisted or settled one."""
         acked = self.published[PERSISTED][: self.acks[PERSISTED].count]
         settled = [at for at, value in enumerate(self.events) if value in self.settled]
         return max(acked + settled, default=-1) + 1
 
     @rule()
     def kill_node(self) -> None:
-        """What it had only in memory is gone, and sent again."""
+        """The events that it had only in memory are lost, and sent again."""
         self.sever()
         self.node_lives += 1
         copy = self.disk.copy(self.path, self.folder / str(self.node_lives))
@@ -207,7 +208,7 @@ class ProxyMachine(RuleBasedStateMachine):
 
     @rule()
     def kill_client(self) -> None:
-        """What the node did not have is gone: nobody was told otherwise."""
+        """The events that the node did not have are lost; none of them was acked."""
         self.sever()
         assert self.has() >= self.safe()
         del self.events[self.has() :]
@@ -216,7 +217,7 @@ class ProxyMachine(RuleBasedStateMachine):
         dead.close()
         assert dead.stats().ledger.adds_up
 
-    # What always holds
+    # Invariants
 
     @invariant()
     def counts_agree(self) -> None:

@@ -1,4 +1,4 @@
-"""Whatever happens to a queue's files: is it seen, and does repair keep all that can be read?"""
+"""Any damage to the files is found, and a repair keeps every readable event."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from turnlane.storage.walk import FindingKind, Selection
 Harm = Callable[[bytearray, random.Random], bytearray | None]
 
 JOURNAL_BYTES = 2000
-"""What of a journal file holds anything in these queues."""
+"""The part of a journal file that is used in these queues."""
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """300 events in eight chunks, settled up to 25 and from 65 to 95."""
+    """Return a queue of 300 events in eight chunks; 0-24 and 65-94 are settled."""
     path = tmp_path_factory.mktemp("sound") / "queue"
     noise = random.Random(1)
     with turnlane.open_queue(
@@ -61,7 +61,7 @@ def extend(data: bytearray, rng: random.Random) -> bytearray:
 
 
 def delete(data: bytearray, rng: random.Random) -> None:
-    """The file goes."""
+    """Delete the file."""
 
 
 HARMS: list[Harm] = [flip_bit, overwrite, cut_file, extend, delete]
@@ -80,7 +80,7 @@ def harm_file(path: Path, harm: Harm, rng: random.Random) -> None:
 
 
 def list_pending(path: Path) -> dict[int, bytes | None]:
-    """All unsettled events that can be read, by offset."""
+    """Return all unsettled events that can be read, by offset."""
     found: dict[int, bytes | None] = {}
     for piece in QueueInspection(path).slices(Selection()):
         found |= zip(piece.offsets.tolist(), get_values([piece.block]), strict=True)

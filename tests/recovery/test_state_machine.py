@@ -1,9 +1,8 @@
-"""Does each kind of queue behave as a plain list does, whatever is done to it in whatever order?
+"""Each kind of queue behaves like a plain list, under any operations in any order.
 
-The model is a list of values, the offset of each being its index, and what became of them. Kinds
-with a disk are closed and reopened, and crashed: a copy of the directory, taken at any moment while
-the queue is open, takes the queue's place. The proxy has a machine of its own, in
-``test_proxy_machine.py``.
+The model is a list of values and their outcomes; the offset of a value is its index. Kinds with a
+disk are also closed, opened again and crashed: a copy of the directory, made at any moment while
+the queue is open, replaces the queue. ``test_proxy_machine.py`` has the machine of the proxy.
 """
 
 from __future__ import annotations
@@ -48,23 +47,23 @@ picks = st.integers(0, 9)
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """A queue against a list. Rules keep to what does not block for ever."""
+    """Compares a queue with a list. No rule does anything that could block without end."""
 
     knobs: ClassVar[dict[str, Any]]
     bounded = True
-    """Whether what is pending counts against the bound, at once and always."""
+    """Whether every pending event counts against the bound."""
     durable = False
     persists = False
-    """Whether everything published is persisted after a while, whoever consumes."""
+    """Whether everything published is persisted in the end, without a consumer."""
     keeps_offsets = False
-    """Whether an offset that was settled is never given to another event, not after a crash."""
+    """Whether a settled offset is never given to another event, even after a crash."""
 
     @initialize(lazy=st.booleans())
     def start(self, lazy: bool) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.disk = StillDisk()
         self.lazy = lazy and self.durable
-        """Whether nothing is written before it has to be."""
+        """Whether the queue writes only when it has to."""
         self.lives = 0
         self.path = self.folder / "0"
         self.next_value = 0
@@ -72,7 +71,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.open()
 
     def forget_everything(self) -> None:
-        """The model of a queue that has just been made."""
+        """Reset the model to a new queue."""
         self.events: Values = []
         self.outcomes: dict[int, Outcome] = {}
         self.attempts: dict[int, int] = {}
@@ -83,7 +82,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.begin()
 
     def begin(self) -> None:
-        """A queue was opened; whatever was handed out before comes again."""
+        """A queue was opened: all events that were in flight come again."""
         self.kept = self.unsettled(range(len(self.events)))
         self.returned = {at for at in self.attempts if at not in self.outcomes}
         self.out: list[Batch] = []
@@ -117,7 +116,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @property
     def held(self) -> set[int]:
-        """Offsets in a consumer's hands that nobody has settled by offset."""
+        """Offsets in flight that were not settled by offset."""
         out = {at for batch in self.out for at in range(batch.place.first, batch.place.end)}
         return out - self.outcomes.keys()
 
@@ -125,7 +124,7 @@ class QueueMachine(RuleBasedStateMachine):
         return {at for at in offsets if at not in self.outcomes}
 
     def fresh(self) -> list[int]:
-        """What was not handed out since the queue was opened."""
+        """Return the offsets that were not handed out since the queue was opened."""
         return [
             at
             for at in range(self.low, len(self.events))
@@ -138,7 +137,7 @@ class QueueMachine(RuleBasedStateMachine):
         return [b"%05d" % number + bytes(number * 7 % 50) for number in range(first, first + count)]
 
     def tried(self, call: Callable[[], T], *, fits: bool) -> T:
-        """What a try gives once nothing but the bound, the writer for one, keeps it out."""
+        """Call until only the bound can refuse, not a writer that is behind; return the result."""
         found = call()
         for _ in range(100):
             if found or not fits or not self.bounded:
@@ -216,7 +215,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.out.append(batch)
 
     def pick(self, which: int) -> tuple[Batch, set[int]]:
-        """One of the batches out. Not drawn from them: how many there are depends on timing."""
+        """Return one of the batches in flight. Not drawn: their number depends on timing."""
         batch = self.out[which % len(self.out)]
         return batch, self.unsettled(range(batch.place.first, batch.place.end))
 
@@ -265,7 +264,7 @@ class QueueMachine(RuleBasedStateMachine):
         found = self.queue.read(first, count)
         readable = [at for at in self.fresh() if first <= at < first + count]
         if found is None:
-            # Of what was handed out only a disk has another copy.
+            # Events in flight have another copy only on a disk.
             assert not readable or readable[0] != max(first, self.low)
             return
         start, block = found
@@ -274,7 +273,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 20))
     def settle_by_offset(self, count: int) -> None:
-        """As a reader does that keeps its own place: what it has read, oldest first."""
+        """Settle like a reader that keeps its own position: the events read, oldest first."""
         fresh = self.fresh()[:count]
         if fresh and fresh[-1] - fresh[0] == len(fresh) - 1:
             self.queue.settle(fresh[0], fresh[-1] + 1)
@@ -282,7 +281,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 80), count=st.integers(1, 40))
     def settle_anything_by_offset(self, back: int, count: int) -> None:
-        """Whatever became of the events: in batches, given back, settled before."""
+        """Settle events in any state: in flight, given back, or settled before."""
         first = max(0, len(self.events) - back)
         self.queue.settle(first, first + count)
         for at in range(first, min(first + count, len(self.events))):
@@ -293,7 +292,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def acks_come(self) -> None:
-        """Every producer hears, exactly, of its events below the first that is not settled."""
+        """Every producer gets exact acks for its events below the first unsettled one."""
         low = self.low
         settled = sum(at < low for at in self.published[DELIVERED])
         self.acks[DELIVERED].wait_for(settled)
@@ -302,7 +301,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        """Where a disk keeps everything, everything published is persisted after a while."""
+        """If a disk keeps everything, everything published is persisted in the end."""
         if self.persists:
             assert self.producers[PERSISTED].flush(PATIENCE)
             self.acks[PERSISTED].wait_for(len(self.published[PERSISTED]))
@@ -310,7 +309,7 @@ class QueueMachine(RuleBasedStateMachine):
     # Ending, and beginning again
 
     def expected_lost(self) -> Counter[str]:
-        """What a close drops."""
+        """Return how many events a close drops, by outcome."""
         return Counter() if self.durable else Counter(closed=self.pending)
 
     def close(self) -> None:
@@ -323,7 +322,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.queue.get(timeout=0)
 
     def after_close(self) -> None:
-        """What the model of the closed queue knows."""
+        """Apply the close to the model."""
         if not self.durable:
             self.forget_everything()
 
@@ -340,9 +339,9 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.durable)
     @rule(cut=st.integers(0, 40), persisted=st.booleans())
     def crash(self, cut: int, persisted: bool) -> None:
-        """The process dies: its files stay as they are, with a frame that was just begun."""
+        """The process dies: its files stay as they are, with a torn frame at the end."""
         if persisted and self.persists:
-            self.publish(PERSISTED, 1)  # and with it all before
+            self.publish(PERSISTED, 1)  # and everything before it
             self.flush()
         promised = self.promised()
         self.lives += 1
@@ -358,15 +357,15 @@ class QueueMachine(RuleBasedStateMachine):
         self.begin()
 
     def promised(self) -> set[int]:
-        """What a crash must not take: found on disk, or not after what was acked as persisted."""
+        """Return the offsets that survive a crash: on disk, or up to the last persisted one."""
         acked = self.published[PERSISTED][: self.acks[PERSISTED].count]
         safe = range(acked[-1] + 1) if acked else ()
         return self.kept.union(safe) - self.outcomes.keys()
 
     def lose(self, promised: set[int]) -> None:
-        """What was in memory only is missing, or, beyond the queue's end, as if it had never been.
+        """Events only in memory are missing; beyond the end of the queue they never existed.
 
-        Whatever was settled stays so: an event that came back would not be the model's.
+        Settled events stay settled: the model has none that comes back.
         """
         end = self.queue.end
         assert end <= len(self.events)
@@ -381,7 +380,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.outcomes |= dict.fromkeys(missing, Outcome.MISSING)
 
     def found(self) -> set[int]:
-        """What can be read of a queue that was just opened. What cannot is settled as missing."""
+        """Return the readable events of a queue that was just opened; settle others as missing."""
         found: set[int] = set()
         at = self.queue.low
         while (read := self.queue.read(at, SIZE)) is not None:
@@ -393,7 +392,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        """Take out all that is left, in order."""
+        """Take out all remaining events, in order."""
         if self.out:
             return
         while self.returned or self.fresh():
@@ -402,7 +401,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.pending == 0
         self.acks_come()
 
-    # What always holds
+    # Invariants
 
     @invariant()
     def counts_agree(self) -> None:
@@ -469,16 +468,16 @@ class DiskAssistedMachine(QueueMachine):
     durable = True
 
     def expected_lost(self) -> Counter[str]:
-        # What was freed is with somebody else; unless it was on disk already, it is given up.
+        # A consumer has the freed events; a close drops them unless they were on disk already.
         return Counter()
 
     @rule(which=picks)
     def free(self, which: int) -> None:
-        """Left out: what a close does to freed events depends on whether they had been spilled."""
+        """Do nothing: a close drops freed events or not, depending on whether they were spilled."""
 
 
 class DirectMachine(RuleBasedStateMachine):
-    """A direct queue against two lists: what its consumer took, and what it gave up for dead."""
+    """Compares a direct queue with two lists: the delivered and the dead events."""
 
     fates = st.sampled_from(["done", "dead", "release", "raise"])
 
@@ -503,10 +502,10 @@ class DirectMachine(RuleBasedStateMachine):
 
     @rule(fate=fates, count=st.integers(1, 5), single=st.booleans())
     def publish(self, fate: str, count: int, single: bool) -> None:
-        """Whatever becomes of it is the publisher's to know."""
+        """The publisher learns the result in any case."""
         self.fate = fate
         new = [b"%05d" % number for number in range(self.end, self.end + (1 if single else count))]
-        self.end += len(new)  # offsets of what is refused are used up
+        self.end += len(new)  # refused events use up offsets
         kept = fate in ("done", "dead")
         with contextlib.nullcontext() if kept else pytest.raises(RetryLater):
             if single:

@@ -1,4 +1,4 @@
-"""Does a queue go on: without hanging, spinning, or growing without bound?"""
+"""Queues that must not hang, spin, or grow without bound."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ SMALL: dict[str, Any] = {
 
 
 def long_values(first: int, end: int) -> list[bytes]:
-    """Values of half a kilobyte."""
+    """Return values of half a kilobyte."""
     return [value + bytes(500) for value in numbered(first, end)]
 
 
 def publish(queue: BufferedQueue, values: list[bytes]) -> None:
-    """Publish one by one, each persisted before the next."""
+    """Publish values one by one; each is persisted before the next."""
     producer = queue.producer(ack="persisted")
     for value in values:
         assert producer.publish(value)
@@ -82,7 +82,7 @@ def forbid_deleting(path: Path, disk: HookedDisk) -> None:
 def test_queue_continues_when_a_settled_chunk_cannot_be_deleted(
     opener: Opener, tmp_path: Path, disk: HookedDisk, trouble: Callable[[Path, HookedDisk], None]
 ) -> None:
-    """A file that somebody else deleted, or that stays, keeps no event out and closing quick."""
+    """A chunk that is gone, or cannot be deleted, delays no publish and no close."""
     queue = opener.stored("disk", tmp_path, disk=disk, full_timeout="5s", **SMALL)
     publish(queue, long_values(0, 40))
     trouble(tmp_path, disk)
@@ -100,7 +100,7 @@ def test_queue_continues_when_a_settled_chunk_cannot_be_deleted(
 
 
 def delay_producer(opener: Opener, flow: str) -> BufferedProducer:
-    """A producer that flow control slows down for longer than any test lasts."""
+    """Return a producer that flow control delays for longer than any test runs."""
     mark = {"light_delay": PATIENCE * 2, "light_delay_mark": "97%"}
     queue = opener("memory", size=100, **mark)
     producer = queue.producer(flow=flow)
@@ -110,7 +110,7 @@ def delay_producer(opener: Opener, flow: str) -> BufferedProducer:
 
 
 def test_flow_control_respects_the_timeout(opener: Opener) -> None:
-    """A producer that waits as long as needed waits no longer than its caller allows."""
+    """A producer with full flow control waits no longer than its timeout."""
     producer = delay_producer(opener, "full")
     with pytest.raises(QueueFull):
         Task(lambda: producer.publish(b"late", timeout=0.01)).result()
@@ -120,7 +120,7 @@ def test_flow_control_respects_the_timeout(opener: Opener) -> None:
 
 
 def test_light_delay_ends_at_the_timeout(opener: Opener) -> None:
-    """A producer that is only slowed down comes in, or is told, when its time is over."""
+    """A producer with light flow control publishes or raises at its timeout."""
     producer = delay_producer(opener, "light")
     entered = 0
     with contextlib.suppress(QueueFull):
@@ -134,7 +134,7 @@ def test_light_delay_ends_at_the_timeout(opener: Opener) -> None:
 def test_events_come_again_after_a_memory_error(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
-    """Whatever goes wrong while reading, nothing of it is left out or lost track of."""
+    """An error while reading loses no event and no count."""
     values = store_blocks(opener, tmp_path, 3)
     queue = opener.stored("disk", tmp_path, disk=disk, dequeue_batch_size=10)
     disk.on("read", Once(MemoryError("no memory")), match=".chunk")
@@ -151,7 +151,7 @@ def test_events_come_again_after_a_memory_error(
 def test_waiting_reader_gets_queue_closed(
     opener: Opener, tmp_path: Path, disk: HookedDisk, late: bool
 ) -> None:
-    """A consumer that reads the disk while the queue is closed hears just that, at any moment."""
+    """A consumer that reads the disk during a close gets QueueClosed, at any moment."""
     values = store_blocks(opener, tmp_path, 3)
     queue = opener.stored("disk", tmp_path, disk=disk)
     pause = disk.pause("read", match=".chunk")
@@ -160,7 +160,7 @@ def test_waiting_reader_gets_queue_closed(
     closing = Task(queue.close)
     wait_until(lambda: queue.closed, "the closing")
     if late:
-        closing.thread.join(NOTICEABLE * 4)  # the whole of it, unless it waits for the reader
+        closing.thread.join(NOTICEABLE * 4)  # the whole close, unless it waits for the reader
     pause.end()
     with pytest.raises(QueueClosed):
         getting.result()
@@ -170,7 +170,7 @@ def test_waiting_reader_gets_queue_closed(
 
 
 def test_events_in_memory_are_delivered_without_their_chunk(opener: Opener, tmp_path: Path) -> None:
-    """A file that somebody deleted costs what was only there."""
+    """A deleted file costs only the events that were nowhere else."""
     knobs = {**SMALL, "chunk_size": "1Mi", "memory_bytes": "8Ki"}
     queue = opener.stored("disk", tmp_path, **knobs)
     publish(queue, long_values(0, 40))
@@ -185,7 +185,7 @@ def test_events_in_memory_are_delivered_without_their_chunk(opener: Opener, tmp_
 
 
 class BadSector(HookedDisk):
-    """The first chunk cannot be read from a certain byte on."""
+    """A disk that cannot read the first chunk after a certain byte."""
 
     def __init__(self, first_byte: int, times: float = float("inf")) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class BadSector(HookedDisk):
 
 
 def drain_despite_errors(queue: BufferedQueue) -> list[bytes]:
-    """All that is left, settled, whatever reading raises."""
+    """Settle and return all remaining events, despite read errors."""
     found: list[bytes] = []
 
     def take_all() -> None:
@@ -222,7 +222,7 @@ def drain_despite_errors(queue: BufferedQueue) -> list[bytes]:
 def test_unreadable_events_are_given_up_after_some_attempts(
     opener: Opener, tmp_path: Path, first_byte: int
 ) -> None:
-    """A bad sector is tried a few times; then its frame counts as corrupt and the rest comes."""
+    """After a few attempts the frame counts as corrupt, and the other events come."""
     values = store_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
     disk = BadSector(first_byte)
     queue = opener.stored("disk", tmp_path, disk=disk, dequeue_batch_size=5)
@@ -238,7 +238,7 @@ def test_unreadable_events_are_given_up_after_some_attempts(
 
 
 def test_temporary_read_error_loses_nothing(opener: Opener, tmp_path: Path) -> None:
-    """A read that fails once is told and costs nothing."""
+    """A read that fails once raises, and costs no event."""
     values = store_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
     disk = BadSector(0, times=1)
     queue = opener.stored("disk", tmp_path, disk=disk, dequeue_batch_size=5)
@@ -249,7 +249,7 @@ def test_temporary_read_error_loses_nothing(opener: Opener, tmp_path: Path) -> N
 
 
 def read_by_offset(queue: BufferedQueue) -> list[bytes]:
-    """All that a reader without leases finds, whatever reading raises."""
+    """Return all events that a reader by offset finds, despite read errors."""
     found: list[bytes] = []
     at = 0
     while at < queue.end:
@@ -263,7 +263,7 @@ def read_by_offset(queue: BufferedQueue) -> list[bytes]:
 
 
 def test_readers_by_offset_skip_a_bad_sector(opener: Opener, tmp_path: Path) -> None:
-    """A lane would wait for it for ever, and all behind it."""
+    """Otherwise a lane would wait for these events without end."""
     values = store_blocks(opener, tmp_path, 4, chunk_size="8Ki", write_buffer="4Ki")
     disk = BadSector(1000)
     queue = opener.stored("disk", tmp_path, disk=disk)
@@ -277,7 +277,7 @@ def test_readers_by_offset_skip_a_bad_sector(opener: Opener, tmp_path: Path) -> 
 
 
 def count_rounds(monkeypatch: pytest.MonkeyPatch, kind: str) -> list[WriteJob]:
-    """Have the rounds of the writer counted."""
+    """Count the rounds of the writer."""
     rounds: list[WriteJob] = []
     storage = DiskStorage if kind == "disk" else SpillStorage
     next_job = storage._next_job
@@ -291,7 +291,7 @@ def count_rounds(monkeypatch: pytest.MonkeyPatch, kind: str) -> list[WriteJob]:
 
 
 def watch_idling(rounds: list[WriteJob]) -> None:
-    """The writer does next to nothing from now on."""
+    """Check that the writer makes almost no rounds."""
     before = len(rounds)
     threading.Event().wait(NOTICEABLE * 4)
     assert len(rounds) - before <= 5
@@ -301,14 +301,14 @@ def watch_idling(rounds: list[WriteJob]) -> None:
 def test_chunk_without_events_does_not_keep_the_writer_busy(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """A process that was killed between a chunk's making and its first event leaves no riddle."""
+    """A process was killed after it created a chunk and before it wrote an event."""
     disk = HookedDisk()
     dying = opener.stored(kind, tmp_path / "dying", disk=disk, size=100)
     writes: list[Path | int] = []
 
     def die(file: Path | int) -> None:
         writes.append(file)
-        if len(writes) == 2:  # the first is the schema's
+        if len(writes) == 2:  # the first write is the schema
             shutil.copytree(tmp_path / "dying", tmp_path / "left")
 
     disk.on("write", die, match=".chunk")
@@ -329,7 +329,7 @@ def test_chunk_without_events_does_not_keep_the_writer_busy(
 def test_drained_queue_becomes_idle(
     opener: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """When all that was on disk is settled, there is nothing more to write or delete."""
+    """If everything on disk is settled, there is nothing to write or delete."""
     rounds = count_rounds(monkeypatch, kind)
     queue = opener.stored(kind, tmp_path, size=100, durability="always")
     queue.producer().publish_block(block_of(numbered(0, 95)))
@@ -338,11 +338,11 @@ def test_drained_queue_becomes_idle(
     watch_idling(rounds)
 
 
-# Acks that nobody hears
+# Acks whose callback hangs
 
 
 class Slow(Acks):
-    """An ack callback that hangs until it is let go."""
+    """An ack callback that hangs until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ class Slow(Acks):
 
 @pytest.mark.parametrize("level", ["accepted", "persisted", "delivered"])
 def test_hanging_callback_keeps_a_bounded_number_of_acks(opener: Opener, level: str) -> None:
-    """Acks that wait for the same follower are merged, so each hears few, and all of them."""
+    """Acks that wait for the same listener are added up: it gets few acks for all events."""
     queue = opener("memory", size=1000)
     slow, others = Slow(), [Acks(), Acks()]
     producers = [queue.producer(ack=level, on_ack=acks) for acks in (slow, *others)]
@@ -380,13 +380,13 @@ def test_hanging_callback_keeps_a_bounded_number_of_acks(opener: Opener, level: 
     assert slow.told[-1].end == 1 + 3 * 499 + 1
 
 
-# A line in front of a queue that closes
+# Publishers in line while the queue closes
 
 
 def test_waiting_publishers_fail_when_the_disk_never_recovers(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
-    """Closing a queue whose disk is full ends the waiting of its publishers, and itself."""
+    """The close of a queue with a full disk wakes its publishers, and returns."""
     queue = opener.stored("disk", tmp_path, disk=disk, shutdown_timeout="50ms", **SMALL)
     disk.fail("write", error=errno.ENOSPC, times=None, match=".chunk")
     assert queue.producer().publish(b"unwritten")
@@ -400,11 +400,11 @@ def test_waiting_publishers_fail_when_the_disk_never_recovers(
     assert queue.stats().ledger.dropped == {"closed": 1}
 
 
-# Acks that are synced
+# Synced acks
 
 
 def test_concurrent_acks_share_a_sync(opener: Opener, tmp_path: Path, disk: HookedDisk) -> None:
-    """While one is synced the others gather, and one more sync is enough for all of them."""
+    """While one sync runs the other acks gather, and one more sync covers all of them."""
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, durability="always")
     publish(queue, numbered(0, 8))
     batches = [queue.get(1) for _ in range(8)]
@@ -422,7 +422,7 @@ def test_concurrent_acks_share_a_sync(opener: Opener, tmp_path: Path, disk: Hook
 
 
 def test_syncing_drops_blocks_no_caller(opener: Opener, tmp_path: Path, disk: HookedDisk) -> None:
-    """Who has to drop the oldest events waits for that sync; others get on."""
+    """Only the publisher that drops the oldest events waits for the sync."""
     knobs = {"size": 4, "full_behavior": "drop_oldest", "durability": "always"}
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, **knobs)
     publish(queue, numbered(0, 4))
@@ -437,7 +437,7 @@ def test_syncing_drops_blocks_no_caller(opener: Opener, tmp_path: Path, disk: Ho
 
 
 def test_failed_sync_of_drops_is_repeated(opener: Opener, tmp_path: Path, disk: HookedDisk) -> None:
-    """The newcomer is in, whatever becomes of the sync."""
+    """The new event is in the queue even if the sync fails."""
     knobs = {"size": 4, "full_behavior": "drop_oldest", "durability": "always"}
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, **knobs)
     publish(queue, numbered(0, 4))
@@ -450,7 +450,7 @@ def test_failed_sync_of_drops_is_repeated(opener: Opener, tmp_path: Path, disk: 
 def test_writer_is_idle_until_the_next_housekeeping(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Events dropped at the door are noted once a second, not asked for all the time."""
+    """The writer records dropped events once a second and does not poll."""
     rounds = count_rounds(monkeypatch, "disk")
     knobs = {"size": 1, "full_behavior": "drop_newest", "durability": "always"}
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, **knobs)
@@ -463,14 +463,14 @@ def test_writer_is_idle_until_the_next_housekeeping(
     assert len(rounds) - before < 10
 
 
-# A writer that dies, or hangs
+# A writer that dies or hangs
 
 
 @pytest.mark.parametrize("timeout", [None, PATIENCE])
 def test_dead_writer_raises_its_error_in_all_callers(
     opener: Opener, tmp_path: Path, disk: HookedDisk, timeout: float | None
 ) -> None:
-    """Publishers get an error that names it, and so does whoever looks at the queue."""
+    """Publishers get an error with the cause, and the stats show it."""
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, durability="always")
     waiting = queue.producer(ack="persisted")
     disk.on("write", Once(ZeroDivisionError("of all things")), match=".chunk")
@@ -501,7 +501,7 @@ def test_memory_error_is_survived_like_a_full_disk(
 def test_close_gives_up_a_hanging_disk(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says what is not written, and returns."""
+    """The close raises with the number of unwritten events."""
     monkeypatch.setattr(disk_queues, "HANG_SECONDS", NOTICEABLE)
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, shutdown_timeout=NOTICEABLE)
     pause = disk.pause("write", match=".chunk")
@@ -516,7 +516,7 @@ def test_close_gives_up_a_hanging_disk(
 def test_close_waits_for_a_slow_disk(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as it gets any further, nothing is given up."""
+    """The close waits as long as the writer makes progress."""
     monkeypatch.setattr(disk_queues, "HANG_SECONDS", 4 * NOTICEABLE)
     knobs = SMALL | {"durability": "interval", "sync_interval": "1h"}
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, shutdown_timeout=0.0, **knobs)

@@ -1,4 +1,4 @@
-"""Is every promise kept: acks, return values, repeats told apart, and what is never dropped?"""
+"""Acks, return values, repeats and drops are right when a disk is slow or fails."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ ASSISTED: dict[str, Any] = {"kind": "disk_assisted", "size": 100, "dequeue_batch
 
 
 def get_persisted_offset(queue: BufferedQueue) -> int:
-    """The offset below which producers were told that their events are persisted."""
+    """Return the offset below which events were acked as persisted."""
     with state_of(queue).lock:
         return state_of(queue).acks.persisted.position
 
 
 def crash(queue: Stored, copy: Path) -> Path:
-    """What a process that is killed now would leave behind."""
+    """Copy the directory as a kill at this moment would leave it."""
     source = queue.settings.path
     assert source is not None
     shutil.copytree(source, copy)
@@ -54,7 +54,7 @@ def crash(queue: Stored, copy: Path) -> Path:
 def test_failing_disk_does_not_drop_the_oldest_events(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
-    """While nothing can be written, only the event that has no room is dropped."""
+    """While no write succeeds, only the event that has no room is dropped."""
     monkeypatch.setattr(admission, "SPILL_SECONDS", 0.01)
     queue = opener.stored(
         "disk",
@@ -81,7 +81,7 @@ def test_failing_disk_does_not_drop_the_oldest_events(
 def test_slow_disk_does_not_drop_the_oldest_events(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the writer is merely behind, publishers wait for it and nothing is dropped."""
+    """If the writer is only behind, publishers wait for it and no event is dropped."""
     monkeypatch.setattr(admission, "SPILL_SECONDS", PATIENCE)
     queue = opener.stored(
         "disk",
@@ -106,13 +106,13 @@ def test_slow_disk_does_not_drop_the_oldest_events(
     assert queue.stats().ledger.dropped == {}
 
 
-# What a publisher that waits is told
+# Acks of waiting publishers
 
 
 def test_waiting_publisher_learns_that_its_event_was_dropped(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
-    """An event that makes way for another before it is synced was not persisted."""
+    """An event that is dropped for another one before its sync is not persisted."""
     queue = opener.stored(
         "disk", tmp_path, disk=disk, size=1, full_behavior="drop_oldest", durability="always"
     )
@@ -129,7 +129,7 @@ def test_waiting_publisher_learns_that_its_event_was_dropped(
 def test_publisher_learns_that_its_event_was_destroyed(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
-    """If a failed sync took the event's bytes with it, it is written anew or an error raised."""
+    """If a failed sync destroys the event's bytes, it is written again or publish raises."""
     queue = opener.stored("disk", tmp_path, disk=disk, durability="always")
     producer = queue.producer(ack="persisted")
     assert producer.publish(b"first")
@@ -153,13 +153,13 @@ def test_publisher_learns_that_its_event_was_destroyed(
     assert again.stats().ledger.adds_up
 
 
-# What a follower of a disk-assisted queue is told
+# Acks of disk-assisted queues
 
 
 def test_freed_events_are_persisted_when_the_log_reaches_them(
     opener: Opener, tmp_path: Path
 ) -> None:
-    """A freed batch is nowhere but with its consumer: nothing above it is acked before it is."""
+    """Only the consumer has a freed batch: no later event is acked before it."""
     queue = opener.stored(path=tmp_path / "queue", durability="always", **ASSISTED)
     acks = Acks()
     producer = queue.producer(ack="persisted", on_ack=acks)
@@ -183,7 +183,7 @@ def test_freed_events_are_persisted_when_the_log_reaches_them(
 def test_events_being_settled_are_persisted_when_the_log_reaches_them(
     opener: Opener, tmp_path: Path, disk: HookedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If ``done()`` then fails, the batch is pending: it has to be on disk if it is acked."""
+    """If ``done()`` fails, the batch is pending again: an acked event must be on disk."""
     queue = opener.stored(path=tmp_path / "queue", disk=disk, durability="always", **ASSISTED)
     producer = queue.producer(ack="persisted", on_ack=Acks())
     for value in numbered(0, 10):
@@ -232,7 +232,7 @@ def test_events_being_settled_are_persisted_when_the_log_reaches_them(
 def test_repeat_is_recognised_after_a_clean_restart(
     opener: Opener, tmp_path: Path, kind: str, settled: bool
 ) -> None:
-    """Whatever a numbered producer has published counts, even if it never touched the disk."""
+    """All numbers of a producer count, even of events that were never on disk."""
     queue = opener.stored(kind, tmp_path)
     block = block_of(numbered(0, 2))
     assert queue.producer(producer_id="A").publish_block(block, sequence=0).accepted == 2
@@ -248,13 +248,13 @@ def test_repeat_is_recognised_after_a_clean_restart(
     assert drain_queue(again) == numbered(2 if settled else 0, 3)
 
 
-# What the journal did not hear
+# Records that the journal missed
 
 
 def test_failed_sync_of_the_journal_is_repeated(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
-    """An ack that is due for a sync stays due when the sync fails."""
+    """An ack that waits for a sync still waits when the sync fails."""
     queue = opener.stored("disk", tmp_path, disk=disk, sync_interval="20ms")
     queue.producer(ack="persisted").publish_block(block_of(numbered(0, 2)))
     wait_until(lambda: not log_storage_of(queue)._is_untidy(), "tidiness")
@@ -270,7 +270,7 @@ def test_failed_sync_of_the_journal_is_repeated(
 def test_failed_record_is_repeated(
     opener: Opener, tmp_path: Path, disk: HookedDisk, nth: int
 ) -> None:
-    """What was settled in memory is not lost when the first spill cannot record it."""
+    """Acks of events in memory are not lost when the first spill cannot record them."""
     queue = opener.stored(path=tmp_path, disk=disk, **ASSISTED)
     producer = queue.producer()
     for value in numbered(0, 20):
@@ -301,7 +301,7 @@ def test_failed_record_is_repeated(
 def test_batch_stays_whole_when_its_ack_is_not_stored(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
-    """An ack that could not be recorded settles nothing, and works when it is made again."""
+    """A ``done()`` that could not be recorded settles nothing, and can be repeated."""
     queue = opener.stored("disk", tmp_path, disk=disk, durability="always")
     queue.producer(ack="persisted").publish_block(block_of(numbered(0, 3)))
     batch = queue.get()
@@ -318,7 +318,7 @@ def test_batch_stays_whole_when_its_ack_is_not_stored(
 def test_settlement_in_memory_is_recorded_before_later_events_spill(
     opener: Opener, tmp_path: Path, disk: HookedDisk
 ) -> None:
-    """A batch half of which is on disk: what was settled of the other half is not its to settle."""
+    """Half of a batch is on disk; events settled in the other half keep their outcome."""
     knobs = {"size": 100, "high_watermark": 10, "low_watermark": 5}
     queue = opener.stored("disk_assisted", tmp_path, disk=disk, **knobs)
     spilling = disk.pause("write", match=".chunk")
@@ -326,8 +326,8 @@ def test_settlement_in_memory_is_recorded_before_later_events_spill(
         queue.producer().publish_block(block_of(numbered(first, first + 5)))
     spilling.await_reached()
     batch = queue.get(10)
-    # What is handed out makes no room, so the younger half spills too. The older one comes after
-    # the chunk's header, which is where the writer is now.
+    # Events in flight make no room, so the newer half spills too. The older half comes after the
+    # chunk's header, which the writer is writing now.
     younger = disk.pause("write", match=".chunk", skip=1)
     spilling.end()
     younger.await_reached()
@@ -344,7 +344,7 @@ def test_settlement_in_memory_is_recorded_before_later_events_spill(
 def test_returned_then_settled_events_are_not_missing_after_a_kill(
     opener: Opener, tmp_path: Path
 ) -> None:
-    """What never touched the disk leaves no trace there, or it would count as lost."""
+    """Events that were never on disk leave no record there: they would count as lost."""
     queue = opener.stored("disk_assisted", tmp_path / "queue", size=100)
     queue.producer().publish_block(block_of(numbered(0, 6)))
     queue.get(3).done()
@@ -355,7 +355,7 @@ def test_returned_then_settled_events_are_not_missing_after_a_kill(
 
 
 def test_returned_events_keep_their_attempt_when_they_spill(opener: Opener, tmp_path: Path) -> None:
-    """And what was settled before it is counted as that."""
+    """Events settled before them are counted as settled."""
     knobs = {"size": 100, "high_watermark": 10, "low_watermark": 1}
     queue = opener.stored("disk_assisted", tmp_path / "queue", sync_interval="5ms", **knobs)
     queue.producer().publish_block(block_of(numbered(0, 6)))

@@ -1,8 +1,8 @@
-"""The process that the kill loop kills: it uses a queue and tells, over a pipe, what it was told.
+"""The process that the kill loop kills: it uses a queue and reports acks and results over a pipe.
 
-It runs in a child forked from a server that has everything imported, so that a life costs some
-milliseconds. A report about an ack is sent after the ack, one about ``done()`` before and after,
-so whoever reads the pipe to its end knows what this process knew when it died.
+It is forked from a server that has imported everything, so a life takes only some milliseconds. An
+ack is reported after it comes, a ``done()`` before and after the call. So a reader of the whole
+pipe knows everything that this process knew when it died.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from turnlane.queues.settings import Kind
 from turnlane.testing import FaultyDisk
 
 SINGLES, BLOCKS, NUMBERED, WAITING = range(4)
-"""The producers, by how they publish."""
+"""The producers, named by the way in which they publish."""
 
 EVERY_LIFE = -1
-"""In place of a life: the numbered producer sends the same events again until it hears an ack."""
+"""Used instead of a life: the numbered producer repeats events until it gets an ack."""
 
 Plan = Sequence[tuple[str, dict[str, Any]]]
 """Faults to plan: a method of ``FaultyDisk`` and its arguments."""
 
 
 class Identity(NamedTuple):
-    """Who an event is, whatever offset it gets."""
+    """The identity of an event, independent of its offset."""
 
     life: int
     producer: int
     number: int
 
     def value(self) -> bytes:
-        """The event's value: its identity, and some bytes so that chunks fill up."""
+        """The event's value: its identity, and some bytes to fill chunks."""
         text = f"{self.life}:{self.producer}:{self.number}:"
         return text.encode() + bytes(random.Random(text).randbytes(self.number * 37 % 150))
 
     @classmethod
     def of(cls, value: bytes) -> Identity:
-        """The identity in a value, which has to be whole."""
+        """Return the identity in a value, and check that the value is complete."""
         life, producer, number, _ = value.split(b":", 3)
         found = cls(int(life), int(producer), int(number))
         assert value == found.value(), f"{found} came back with other bytes"
@@ -68,12 +68,12 @@ class Opened:
     low: int
     end: int
     written: int
-    """The end of the log as it was found, which may be before that of the queue."""
+    """The end of the log after recovery, which may be before the end of the queue."""
     ledger: dict[str, Any]
 
     @classmethod
     def by(cls, queue: BufferedQueue, started: float) -> Self:
-        """How it was found, after an opening that began at ``started``."""
+        """Return the report on an opening that began at ``started``."""
         seconds = time.perf_counter() - started
         chunks = store_of(queue).log._catalog.segments
         written = chunks[-1].end if chunks else 0
@@ -82,7 +82,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Persisted:
-    """The producer has heard that the first ``total`` events it published are persisted."""
+    """The producer got acks: the first ``total`` events that it published are persisted."""
 
     producer: int
     total: int
@@ -98,7 +98,7 @@ class Got:
 
     @classmethod
     def of(cls, batch: Batch) -> Self:
-        """The report about a batch, whose events have to be whole."""
+        """Return the report on a batch, and check that its events are complete."""
         values = batch.block.column("value").to_pylist()
         return cls(
             batch.place.first, batch.attempt, [Identity.of(value or b"") for value in values]
@@ -131,14 +131,14 @@ class Releasing:
 
 @dataclass(frozen=True)
 class Closed:
-    """The queue was closed in peace."""
+    """The queue was closed without an error."""
 
     ledger: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Something happened that must not."""
+    """An error that must not happen."""
 
     trace: str
 
@@ -148,23 +148,23 @@ Report = Opened | Persisted | Got | Settling | Settled | Releasing | Closed | Fa
 
 @dataclass(frozen=True)
 class Orders:
-    """What to do in one life."""
+    """The work of one life."""
 
     life: int
     seed: int
     knobs: dict[str, Any]
     resend_from: int
-    """What the numbered producer has not heard an ack for."""
+    """The first number for which the numbered producer has no ack."""
     appetite: float
-    """How much the consumer takes, in events for every event published."""
+    """How many events the consumer takes for every event published."""
     events: int = 1000
     plan: Plan = ()
     close: bool = False
-    """Whether to close the queue at the end rather than end by a kill, too."""
+    """Whether to close the queue at the end, instead of a kill."""
 
 
 def live(orders: Orders, pipe: Connection) -> None:
-    """Do as ordered until killed. What goes wrong is reported, too."""
+    """Do the ordered work until killed; report errors too."""
     reporter = Reporter(pipe)
     try:
         Life(orders, reporter).run()
@@ -182,7 +182,7 @@ class Reporter:
         self._lock = threading.Lock()
 
     def tell(self, report: Report) -> None:
-        """Send a report; it is out of this process's hands when this returns."""
+        """Send a report; it survives this process when this returns."""
         with self._lock:
             self._pipe.send(report)
 
@@ -200,13 +200,13 @@ class Life:
     repeated: int = 0
 
     def run(self) -> None:
-        """Publish and consume at once."""
+        """Publish and consume at the same time."""
         started = time.perf_counter()
         self.queue = open_with_faults(self.orders)
         self.reporter.tell(Opened.by(self.queue, started))
         work = [self.singles, self.blocks, self.numbered]
         if self.queue.settings.kind is Kind.DISK:
-            # Elsewhere it would wait until somebody takes its event.
+            # In other kinds it would wait until a consumer takes its event.
             work.append(self.waiting)
         threads = [self.thread(task) for task in work]
         consumer = self.thread(self.consume)
@@ -220,7 +220,7 @@ class Life:
             self.reporter.tell(Closed(self.queue.stats().ledger.as_dict()))
 
     def thread(self, task: Callable[[random.Random], None]) -> threading.Thread:
-        """Run a task beside the others, with randomness of its own."""
+        """Run a task on a thread, with its own random numbers."""
         rng = random.Random(f"{self.orders.seed} {self.orders.life} {task.__name__}")
 
         def guarded() -> None:
@@ -236,7 +236,7 @@ class Life:
     # Publishing
 
     def producer(self, number: int, **options: Any) -> BufferedProducer:
-        """A producer whose persisted acks are reported as they come."""
+        """Return a producer whose persisted acks are reported."""
 
         def heard(ack: Ack) -> None:
             self.acked[number] += ack.count
@@ -246,13 +246,13 @@ class Life:
         return self.queue.producer(ack=AckLevel.PERSISTED, on_ack=heard, **options)
 
     def block(self, life: int, producer: int, first: int, count: int) -> Block:
-        """Some consecutive events of a producer."""
+        """Return consecutive events of a producer."""
         events = [Identity(life, producer, number) for number in range(first, first + count)]
         self.published += count
         return block_of([event.value() for event in events], timestamps=1)
 
     def singles(self, rng: random.Random) -> None:
-        """One event after the other, without waiting."""
+        """Publish one event after the other, without waiting."""
         producer = self.producer(SINGLES)
         for number in range(self.orders.events // 4):
             key = "key" if rng.random() < 0.1 else None
@@ -260,7 +260,7 @@ class Life:
             self.published += 1
 
     def blocks(self, rng: random.Random) -> None:
-        """Blocks of various sizes."""
+        """Publish blocks of various sizes."""
         producer = self.producer(BLOCKS)
         number = 0
         while number < self.orders.events // 2:
@@ -269,19 +269,19 @@ class Life:
             number += count
 
     def numbered(self, rng: random.Random) -> None:
-        """Blocks with sequence numbers, beginning with what may have come through already."""
+        """Publish blocks with sequence numbers, first those which may be repeats."""
         producer = self.producer(NUMBERED, producer_id="numbered")
         number = self.orders.resend_from
         for _ in range(self.orders.events // 80):
             count = rng.randint(1, 40)
             block = self.block(EVERY_LIFE, NUMBERED, number, count)
             result = producer.publish_block(block, sequence=number)
-            # Repeats are not acked again, and come before everything that will be.
+            # Repeats are not acked again, and come before all events that will be acked.
             self.repeated += result.repeated
             number += count
 
     def waiting(self, rng: random.Random) -> None:
-        """Events whose publisher waits for each to be persisted."""
+        """Publish events; wait until each one is persisted."""
         producer = self.queue.producer(ack=AckLevel.PERSISTED)
         for number in range(10):
             producer.publish(Identity(self.orders.life, WAITING, number).value())
@@ -290,7 +290,7 @@ class Life:
     # Consuming
 
     def consume(self, rng: random.Random) -> None:
-        """Take batches and settle them in any order, until there is no appetite left."""
+        """Take batches and settle them in any order, up to the ordered number of events."""
         limit = self.orders.appetite * self.orders.events
         while self.consumed < limit:
             try:
@@ -306,12 +306,12 @@ class Life:
             self.settle(self.held.pop(), rng.random())
 
     def take(self, batch: Batch) -> None:
-        """Look at a batch and hold on to it."""
+        """Report a batch and keep it."""
         self.reporter.tell(Got.of(batch))
         self.held.append(batch)
 
     def settle(self, batch: Batch, chance: float) -> None:
-        """Release it, give it up for dead, or be done with it."""
+        """Release the batch, or settle it as dead or done."""
         first, end = batch.place.first, batch.place.end
         if chance < 0.15:
             self.reporter.tell(Releasing(first, end))
@@ -331,14 +331,14 @@ class Life:
 
 
 class FailingThenKillingDisk(FaultyDisk):
-    """Can also be told to kill the process after a sync has failed, while it saves what it can."""
+    """A disk that can also kill the process during the rewrite after a failed sync."""
 
     def __init__(self) -> None:
         super().__init__()
         self._planned: dict[str, Any] | None = None
 
     def kill_after_failure(self, **plan: Any) -> None:
-        """As :meth:`kill`, but calls are counted from the first sync that fails."""
+        """Like :meth:`kill`, but calls count from the first failed sync."""
         self._planned = plan
 
     def sync(self, fd: int) -> None:
@@ -352,7 +352,7 @@ class FailingThenKillingDisk(FaultyDisk):
 
 
 def open_with_faults(orders: Orders) -> BufferedQueue:
-    """The queue, on a disk with the planned faults."""
+    """Open the queue on a disk with the planned faults."""
     disk = FailingThenKillingDisk()
     for method, arguments in orders.plan:
         getattr(disk, method)(**arguments)

@@ -1,4 +1,4 @@
-"""What an inspection makes of a directory, piece by piece."""
+"""The inspection of a directory."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_end_is_the_maximum_of_log_and_journal(tmp_path: Path) -> None:
 
 
 def test_never_written_events_are_missing_and_not_a_fault(tmp_path: Path) -> None:
-    """Settled from memory, and killed before the rest of it came to the disk."""
+    """Some events were settled from memory; the process died before it wrote the others."""
     script = """
 import os, signal, sys, turnlane
 from turnlane.events import block_of
@@ -143,7 +143,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     report = found.verify()
     assert account.ledger.adds_up
     assert report.clean
-    if account.ledger.pending == 0:  # nothing of it was written
+    if account.ledger.pending == 0:  # none of them was written
         assert (account.ledger.delivered, account.ledger.dropped) == (20, {"missing": 10})
         assert [finding.kind.value for finding in report.findings] == ["never_written"]
 

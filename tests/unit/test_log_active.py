@@ -1,4 +1,4 @@
-"""Do many frames with many writes keep the order, and leave the log whole when one fails?"""
+"""Frames that are written in many groups: their order, and failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build_values(first: int, end: int) -> list[bytes]:
 
 
 def build_frames(count: int, each: int = 10) -> list[list[Block]]:
-    """Frames of two blocks each."""
+    """Return frames of two blocks each."""
     half = each // 2
     return [
         [
@@ -50,7 +50,7 @@ def read_values(log: Log) -> list[bytes]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every frame is written for itself."""
+    """Write every frame on its own."""
     monkeypatch.setattr(log_module, "WRITE_BYTES", 1)
 
 
@@ -59,7 +59,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_frames_written_one_by_one_are_all_there_in_order(
     tmp_path: Path, segment_size: int
 ) -> None:
-    """Also across chunks, and after opening the log again."""
+    """This holds across segments, and after the log is opened again."""
     log = open_log(tmp_path, Disk(), segment_size)
     log.append_frames(0, build_frames(20))
     assert log.end == 200
@@ -73,7 +73,7 @@ def test_frames_written_one_by_one_are_all_there_in_order(
 
 @pytest.mark.usefixtures("hasty")
 def test_bytes_in_progress_count_towards_a_full_segment(tmp_path: Path) -> None:
-    """Frames that the disk has not got yet count too: no chunk is larger than it may be."""
+    """Frames that are not written yet count too, so no segment exceeds its size."""
     log = open_log(tmp_path, Disk(), segment_size=5_000)
     log.append_frames(0, build_frames(20))
     assert max(chunk.bytes for chunk in log.list_segments()) <= 5_000
@@ -85,13 +85,13 @@ def test_bytes_in_progress_count_towards_a_full_segment(tmp_path: Path) -> None:
 def test_write_that_fails_half_way_leaves_whole_frames_and_can_be_repeated(
     tmp_path: Path, nth: int
 ) -> None:
-    """The error comes out of the same call; the frames before it are in, none after it."""
+    """The same call raises the error; only the frames before the failure are in the log."""
     disk = FaultyDisk()
     log = open_log(tmp_path, disk)
     disk.fail("write", nth=nth)
     with pytest.raises(OSError, match="Input/output error"):
         log.append_frames(0, build_frames(10))
-    assert log.end == 10 * (nth - 2)  # the first write is the chunk's schema
+    assert log.end == 10 * (nth - 2)  # the first write is the segment's schema
     assert read_values(log) == build_values(0, log.end)
     disk.clear()
     log.append_frames(0, build_frames(10))
@@ -100,7 +100,7 @@ def test_write_that_fails_half_way_leaves_whole_frames_and_can_be_repeated(
 
 
 class Counting(FaultyDisk):
-    """Knows how far a chunk was ever written."""
+    """Knows the highest byte that was written to a segment."""
 
     furthest = 0
 
@@ -111,7 +111,7 @@ class Counting(FaultyDisk):
 
 @pytest.mark.usefixtures("hasty")
 def test_nothing_is_written_after_a_failed_write(tmp_path: Path) -> None:
-    """Though it was begun: were the process killed then, whole frames would follow on a gap."""
+    """Otherwise, after a kill at this moment, valid frames would follow a gap."""
     disk = Counting()
     log = open_log(tmp_path, disk)
     disk.delay("write", nth=4, seconds=0.05)

@@ -1,4 +1,4 @@
-"""Compression: is a frame compressed exactly where that pays?"""
+"""A frame is compressed only if that saves time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOISE = os.urandom(2000)
 
 
 class Ticks:
-    """A timer that moves by a fixed step at every look."""
+    """A timer that advances by a fixed step at every call."""
 
     def __init__(self, step: float) -> None:
         self.now = 0.0
@@ -101,7 +101,7 @@ def test_long_pause_does_not_count_as_an_idle_disk() -> None:
 
 
 def test_time_of_a_sync_counts_without_new_bytes() -> None:
-    """Most of the time goes into it, though most measurements are of quick writes."""
+    """The sync takes most of the time, although most measurements are of fast writes."""
     timer = Ticks(1e-6)
     compression = CompressionPolicy("auto", timer=timer)
     for size, seconds, pause in [(16 << 20, 0.01, 0.03)] * 4 + [(0, 0.9, 0.9)]:

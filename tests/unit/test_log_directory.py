@@ -1,4 +1,4 @@
-"""Whose directory is it, who holds it, and what if it cannot be used?"""
+"""The directory of a queue: its identity, its lock, and errors."""
 
 from __future__ import annotations
 

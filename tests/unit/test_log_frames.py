@@ -1,4 +1,4 @@
-"""Frames: do they come back as they were, and is damage always seen?"""
+"""Frames are decoded unchanged, and damage is always found."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_message_in_pieces_equals_the_serialized_message() -> None:
 
 
 def test_missing_column_uses_memory_only_for_its_rows() -> None:
-    """Of a publisher's own type, one value may take a megabyte."""
+    """One value of a type that a publisher defines may take a megabyte."""
     kinds: dict[str, pa.DataType] = {"value": pa.binary(), "wide": pa.binary(1 << 20)}
     schema = pa.schema(kinds)
     before = pa.total_allocated_bytes()

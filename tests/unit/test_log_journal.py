@@ -1,4 +1,4 @@
-"""Does the journal say after opening what it was told before?"""
+"""A reopened journal has all its records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DELIVERED, DEAD, NEWEST = Outcome.DELIVERED, Outcome.DEAD, Outcome.NEWEST
 P1, P2 = b"1" * 16, b"2" * 16
 
 
-# The state, and what each record does to it
+# The state, and the effect of each record
 
 
 def settled(*spans: tuple[int, int]) -> JournalState:
@@ -350,7 +350,7 @@ def test_missing_journal_next_to_chunks_logs_a_warning(
 
 
 class JournalMachine(RuleBasedStateMachine):
-    """Whatever is told, in whatever order, a journal opened again says what a state says."""
+    """After any records in any order, a reopened journal equals the state in memory."""
 
     @initialize()
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""The log: does what was appended come back, while it is written and after it was opened again?"""
+"""The log returns appended events, while it is written and after it is reopened."""
 
 from __future__ import annotations
 

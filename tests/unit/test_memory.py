@@ -1,4 +1,4 @@
-"""Memory: is what was freed used again, without the system having to hand it out anew?"""
+"""Freed memory is used again, without new pages from the system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a proxy queue hold, for how long, and what does it do when its node is away?"""
+"""The proxy queue: contents, acks, close, and a node that is away."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from turnlane.queues.settings import QueueSettings
 from turnlane.testing import FlakyTransport, LoopbackTransport, ModelConnection, ModelNode, Step
 
 MOMENT = 0.05
-"""Seconds for which to watch that something does not happen."""
+"""Seconds to wait in order to show that nothing happens."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,7 +32,7 @@ def _impatient() -> Iterator[None]:
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., BufferedQueue]]:
-    """Open proxies that are closed when the test is over."""
+    """Open proxies that are closed after the test."""
     queues: list[BufferedQueue] = []
 
     def opening(transport: Transport, **knobs: object) -> BufferedQueue:
@@ -52,11 +52,11 @@ def _publisher(queue: BufferedQueue, node: ModelNode, level: str = "persisted") 
     return Publisher(queue, node.values, "p", AckLevel(level))
 
 
-# What is held
+# Contents
 
 
 def test_room_is_free_once_the_node_has_accepted(opened: Opening) -> None:
-    """Many times the queue's size can be published though nothing is persisted or delivered."""
+    """Many times the queue's size fits through, although nothing is persisted or delivered."""
     node = ModelNode()
     queue = opened(node, batch_size=4, batches=1)
     publisher = _publisher(queue, node)
@@ -82,7 +82,7 @@ def test_a_proxy_holds_several_batches(opened: Opening) -> None:
 
 
 def test_a_batch_has_up_to_batch_size_events(opened: Opening) -> None:
-    """The default size of dequeued batches does not bound what is sent to the node."""
+    """The default of ``dequeue_batch_size`` does not limit a batch for the node."""
     sizes: list[int] = []
 
     class Measuring(ModelNode):
@@ -104,7 +104,7 @@ def test_contents_kept_for_resending_stay_within_resend_bytes(opened: Opening) -
     node = ModelNode()
     queue = opened(node, batch_size=4, batches=1, resend_bytes=1000, max_event_bytes=100)
     producer = queue.producer()
-    value = b"x" * 84  # a hundred bytes with what an event costs
+    value = b"x" * 84  # 100 bytes with the overhead of an event
 
     def is_stuck() -> bool:
         producer.try_publish(value)
@@ -129,7 +129,7 @@ def test_contents_kept_for_resending_stay_within_resend_bytes(opened: Opening) -
 
 
 def test_a_batch_larger_than_resend_bytes_is_sent_alone(opened: Opening) -> None:
-    """It goes alone, so that nothing stands still."""
+    """Otherwise the queue would stop."""
     node = ModelNode(eager="persisted")
     queue = opened(node, batch_size=50, batches=1, resend_bytes=200, max_event_bytes=100)
     producer = queue.producer()
@@ -139,7 +139,7 @@ def test_a_batch_larger_than_resend_bytes_is_sent_alone(opened: Opening) -> None
 
 
 def test_contents_are_given_up_once_persisted(opened: Opening) -> None:
-    """The contents go when the node has persisted them, not when it has delivered them."""
+    """The contents are freed when the node has persisted them, before the delivery."""
     node = ModelNode()
     queue = opened(node)
     publisher = _publisher(queue, node)
@@ -158,7 +158,7 @@ def test_contents_are_given_up_once_persisted(opened: Opening) -> None:
 
 
 def test_acks_wait_for_the_level_of_the_producer(opened: Opening) -> None:
-    """Each producer hears exact counts, of its own events, at its own level."""
+    """Each producer gets exact counts of its own events, at its own level."""
     node = ModelNode()
     queue = opened(node)
     persisted = Publisher(queue, node.values, "p", AckLevel.PERSISTED)
@@ -180,7 +180,7 @@ def test_acks_wait_for_the_level_of_the_producer(opened: Opening) -> None:
 
 
 def test_a_partly_delivered_batch_is_acked_in_part(opened: Opening) -> None:
-    """How the proxy cut its batches is nothing that a producer's ack waits for."""
+    """An ack does not wait for the end of a batch."""
     node = ModelNode()
     node.leave()
     queue = opened(node, batch_size=8)
@@ -209,7 +209,7 @@ def test_acks_have_the_durability_of_the_node(opened: Opening) -> None:
 
 
 def test_a_blocking_callback_stalls_nothing(opened: Opening) -> None:
-    """Sending, listening and publishing go on while a callback does not return."""
+    """Sending, listening and publishing continue while a callback blocks."""
     node = ModelNode(eager="persisted")
     queue = opened(node, batch_size=4, batches=1, resend_bytes=1000, max_event_bytes=100)
     inside, goes_on = threading.Event(), threading.Event()
@@ -236,7 +236,7 @@ def test_a_blocking_callback_stalls_nothing(opened: Opening) -> None:
 
 
 def test_a_callback_may_close_the_proxy(opened: Opening) -> None:
-    """A callback that closes the queue it hears from waits for nobody but the others."""
+    """The close waits for all threads except the callback's own."""
     node = ModelNode(eager="persisted")
     queue = opened(node)
     closed = threading.Event()
@@ -261,7 +261,7 @@ def _closing(queue: BufferedQueue, timeout: float = PATIENCE) -> threading.Threa
 
 
 def test_a_draining_close_waits_for_persisted(opened: Opening) -> None:
-    """Accepted is not enough; delivered is not asked for."""
+    """Accepted is not enough, and delivered is not needed."""
     node = ModelNode()
     queue = opened(node)
     publisher = _publisher(queue, node)
@@ -279,7 +279,7 @@ def test_a_draining_close_waits_for_persisted(opened: Opening) -> None:
 
 
 def test_a_draining_close_gives_up_in_time(opened: Opening) -> None:
-    """What the node had not persisted by then is counted as lost, and not acked."""
+    """Events that the node has not persisted by then count as lost and are not acked."""
     node = ModelNode()
     queue = opened(node)
     publisher = _publisher(queue, node)
@@ -294,7 +294,7 @@ def test_a_draining_close_gives_up_in_time(opened: Opening) -> None:
 
 
 def test_a_forced_close_counts_lost_events(opened: Opening) -> None:
-    """Everything that the node did not say it has is dropped, by the name of closed."""
+    """All events that the node did not report as persisted count as dropped: closed."""
     node = ModelNode()
     node.leave()
     queue = opened(node)
@@ -307,7 +307,7 @@ def test_a_forced_close_counts_lost_events(opened: Opening) -> None:
 
 
 def test_a_draining_close_sends_events_again_that_a_crash_lost(opened: Opening) -> None:
-    """A node that dies while the queue drains is waited for, and gets everything once more."""
+    """The drain waits for a node that died, and sends everything again."""
     node = ModelNode()
     queue = opened(node)
     publisher = _publisher(queue, node)
@@ -326,7 +326,7 @@ def test_a_draining_close_sends_events_again_that_a_crash_lost(opened: Opening) 
 
 
 def test_a_close_frees_a_sender_that_is_blocked_at_a_busy_node(opened: Opening) -> None:
-    """Neither a node that takes nothing nor one that says nothing can hold a close up."""
+    """A node that accepts nothing, or reports nothing, does not delay a close."""
     node = ModelNode(size=1)
     queue = opened(node)
     publisher = _publisher(queue, node)
@@ -354,7 +354,7 @@ def test_a_node_that_dies_during_the_close_does_no_harm(opened: Opening) -> None
 
 
 def test_a_drain_ends_when_the_last_events_were_dropped(opened: Opening) -> None:
-    """Events dropped behind the last one sent are nothing that the node could persist."""
+    """The node never gets events that were dropped after the last sent one."""
     node = ModelNode(size=1)
     queue = opened(node, full_behavior="drop_oldest", max_bytes=300, batch_size=8, batches=2)
     acks: list[Ack] = []
@@ -362,10 +362,10 @@ def test_a_drain_ends_when_the_last_events_were_dropped(opened: Opening) -> None
     producer.publish(b"x" * 84)
     await_values(node, 1)
     wait_until(lambda: queue.stats().size == 0, "room")
-    producer.publish(b"y" * 184)  # on its way to a node that is full
+    producer.publish(b"y" * 184)  # being sent to a full node
     wait_until(lambda: queue.stats().in_flight == 2, "the second batch")
     assert producer.publish(b"z" * 64)
-    assert not producer.publish(b"w" * 134)  # z goes, and yet there is no room
+    assert not producer.publish(b"w" * 134)  # z is dropped, and there is still no room
     node.become_eager("delivered")
     queue.close(drain=True, timeout=PATIENCE)
     assert len(node.values()) == 2
@@ -374,7 +374,7 @@ def test_a_drain_ends_when_the_last_events_were_dropped(opened: Opening) -> None
 
 
 def test_a_close_wakes_a_publisher_that_waits_for_an_ack(opened: Opening) -> None:
-    """Without a callback, ``publish`` waits for its level; a close ends that, without an ack."""
+    """Without a callback ``publish`` waits for its level; a close ends the wait."""
     node = ModelNode()
     queue = opened(node)
     raised: list[type[Exception]] = []
@@ -397,7 +397,7 @@ def test_a_close_wakes_a_publisher_that_waits_for_an_ack(opened: Opening) -> Non
 
 
 def test_publishing_blocks_while_the_node_is_away(opened: Opening) -> None:
-    """Publishers wait, or hear ``QueueFull`` in time; when the node is back, all goes on."""
+    """Publishers wait, or get ``QueueFull``; they continue when the node is back."""
     node = ModelNode(eager="delivered")
     node.leave()
     queue = opened(node, batch_size=2, batches=2)
@@ -418,7 +418,7 @@ def test_publishing_blocks_while_the_node_is_away(opened: Opening) -> None:
 def test_events_are_dropped_as_configured_while_the_node_is_away(
     opened: Opening, behavior: str
 ) -> None:
-    """What is dropped is counted, and its producer told; the rest arrives in order."""
+    """Drops are counted and acked as dropped; the other events arrive in order."""
     node = ModelNode(eager="delivered")
     node.leave()
     queue = opened(node, batch_size=2, batches=2, full_behavior=behavior)
@@ -429,7 +429,7 @@ def test_events_are_dropped_as_configured_while_the_node_is_away(
     producer.publish(b"last", timeout=PATIENCE)
     queue.close(drain=True, timeout=PATIENCE)
     kept = [b"0", b"1", b"2", b"3"] if behavior == "drop_newest" else [b"6", b"7", b"8", b"9"]
-    # The one published last may have met the queue still full.
+    # The queue may have been full when the last event was published.
     assert [value for value in node.values() if value != b"last"][-3:] == kept[-3:]
     ledger = queue.stats().ledger
     assert ledger.accepted == 11
@@ -439,7 +439,7 @@ def test_events_are_dropped_as_configured_while_the_node_is_away(
 
 
 def test_a_client_with_a_fixed_id_continues_after_a_restart(opened: Opening) -> None:
-    """The numbering goes on where the node says, so nothing new is taken for a repeat."""
+    """The numbers continue at the node's, so no new event counts as a repeat."""
     node = ModelNode(eager="persisted")
     first = opened(node, producer_id="client-1")
     one = Publisher(first, node.values, "one", AckLevel.PERSISTED)
@@ -459,7 +459,7 @@ def test_a_client_with_a_fixed_id_continues_after_a_restart(opened: Opening) -> 
 
 
 def test_events_of_an_old_client_are_refused_after_a_new_one_came() -> None:
-    """A block still on its way when the client was restarted must not use up its numbers."""
+    """A block of the old client must not use numbers of the new one."""
     node = ModelNode()
     old = node.connect("client-1")
     new = node.connect("client-1")
@@ -472,7 +472,7 @@ def test_events_of_an_old_client_are_refused_after_a_new_one_came() -> None:
 def test_a_node_that_lost_persisted_events_is_logged(
     opened: Opening, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing can bring the events back, but it does not go unnoticed, and the next ones arrive."""
+    """The loss is logged, and later events arrive."""
     node, empty = ModelNode(eager="persisted"), ModelNode(eager="persisted")
     transport = FlakyTransport(node)
     queue = opened(transport)
@@ -497,7 +497,7 @@ def test_a_node_that_lost_persisted_events_is_logged(
     [Step.CONNECT, Step.BEFORE_SEND, Step.AFTER_SEND, Step.ACCEPTED, Step.IDLE, Step.CLOSE],
 )
 def test_an_unexpected_error_of_the_transport_ends_nothing(opened: Opening, step: Step) -> None:
-    """Whatever it raises, the connection is tried again and nothing is lost."""
+    """After any exception the queue connects again and loses nothing."""
     node = ModelNode()
     transport = FlakyTransport(node, crash=node.crash)
     transport.die(step, crash=True, error=ValueError("a bug in the transport"))
@@ -514,7 +514,7 @@ def test_an_unexpected_error_of_the_transport_ends_nothing(opened: Opening, step
 
 
 def test_a_sender_is_freed_when_the_listener_loses_the_node(opened: Opening) -> None:
-    """A send that would block for ever ends when it is known that nobody is there."""
+    """A blocked send ends when the listener finds that the node is gone."""
     node = ModelNode(size=1)
     transport = FlakyTransport(node)
     queue = opened(transport)
@@ -533,7 +533,7 @@ def test_a_sender_is_freed_when_the_listener_loses_the_node(opened: Opening) -> 
 
 
 def test_the_backoff_grows_to_its_cap() -> None:
-    """Twice as long each time, from half to all of it by chance."""
+    """The delay doubles each time; jitter reduces it to between half and all of it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proxy, "FIRST_RETRY", 0.05)
         patch.setattr(proxy, "LAST_RETRY", 5.0)
@@ -543,7 +543,7 @@ def test_the_backoff_grows_to_its_cap() -> None:
 
 
 class _Patient(RemoteStorage):
-    """Notes how long it would have paused, and does not."""
+    """Records its pauses and does not sleep."""
 
     pauses: list[float]
 
@@ -552,7 +552,7 @@ class _Patient(RemoteStorage):
 
 
 def test_a_proxy_backs_off_until_the_node_makes_progress() -> None:
-    """Connections that lead nowhere count as failures; one that helps begins anew."""
+    """A connection without progress counts as a failure; progress resets the backoff."""
     node = ModelNode(eager="persisted")
     transport = FlakyTransport(node)
     transport.die(Step.CONNECT, times=3)
@@ -570,7 +570,7 @@ def test_a_proxy_backs_off_until_the_node_makes_progress() -> None:
 
 
 def test_a_proxy_reconnects_at_once_after_progress(opened: Opening) -> None:
-    """Only failures cost time: a node that crashes now and then is not waited for."""
+    """A node that crashes sometimes but makes progress causes no pause."""
     node = ModelNode(eager="persisted")
     transport = FlakyTransport(node)
     with pytest.MonkeyPatch.context() as patch:
@@ -591,7 +591,7 @@ def test_a_proxy_reconnects_at_once_after_progress(opened: Opening) -> None:
 
 
 def test_the_queue_of_the_node_can_be_read_through_the_proxy(opened: Opening) -> None:
-    """``get`` takes from the far queue, and ends with this one."""
+    """``get`` reads from the queue of the node, until this queue is closed."""
     with open_buffered_queue(QueueSettings.of()) as far:
         queue = opened(LoopbackTransport(far))
         with pytest.raises(QueueEmpty):
@@ -605,7 +605,7 @@ def test_the_queue_of_the_node_can_be_read_through_the_proxy(opened: Opening) ->
 
 
 def test_the_test_transports_match_the_protocol() -> None:
-    """They can be given to anything that takes a transport."""
+    """They can be used as a transport."""
     transports: list[Transport] = [ModelNode(), FlakyTransport(ModelNode())]
     connections: list[NodeConnection] = [transport.connect("client") for transport in transports]
     assert [connection.resume_at for connection in connections] == [0, 0]
@@ -614,7 +614,7 @@ def test_the_test_transports_match_the_protocol() -> None:
 def test_a_closed_queue_of_the_node_is_logged_once(
     opened: Opening, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is tried again for ever, and somebody has to know why nothing gets through."""
+    """The proxy tries again without end, so the log has to say why."""
     attempts: list[str] = []
 
     class Closed(ModelNode):

@@ -1,4 +1,4 @@
-"""What becomes of a proxy queue whose node refuses, for good, what it is sent?"""
+"""A proxy queue whose node refuses its events for good."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _impatient() -> Iterator[None]:
 
 
 class _Refusing:
-    """A node that refuses in the step it is told to."""
+    """A node that refuses at a given step."""
 
     def __init__(self, step: str) -> None:
         self.node = ModelNode()

@@ -1,4 +1,4 @@
-"""Is a set of ranges the same as a set of integers?"""
+"""A set of ranges behaves like a set of integers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ change = st.tuples(st.sampled_from(["add", "remove", "drop_below"]), span)
 
 
 def apply(ranges: RangeSet, plain: set[int], verb: str, first: int, end: int) -> None:
-    """The same change to both."""
+    """Apply the same change to both."""
     if verb == "drop_below":
         ranges.drop_below(first)
         plain -= set(range(first))
@@ -42,7 +42,7 @@ def numbers(spans: list[tuple[int, int]]) -> set[int]:
 
 
 def assert_tidy(spans: list[tuple[int, int]]) -> None:
-    """Sorted, none empty, none touching the next."""
+    """Check that the ranges are sorted, not empty, and do not touch."""
     assert all(first < end for first, end in spans)
     assert all(before[1] < after[0] for before, after in pairwise(spans))
 

@@ -1,4 +1,4 @@
-"""Directories of a process: are they gone after it, however it ends?"""
+"""The temporary directories of a process are gone when it ends, in any way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every knob takes what it should, refuses the rest by name, and fits with the others."""
+"""Every knob accepts its values, refuses others by name, and is checked with other knobs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ KNOBS: dict[str, tuple[list[tuple[Any, Any]], list[Any]]] = {
 
 
 def knobs_for(knob: str) -> dict[str, Any]:
-    """The least settings in which the knob has a meaning."""
+    """Return the smallest settings in which the knob is allowed."""
     kinds = QueueSettings.kinds_of(knob)
     kind = Kind.DISK_ASSISTED if Kind.DISK_ASSISTED in kinds else kinds[0]
     knobs: dict[str, Any] = {"kind": kind}
@@ -155,12 +155,12 @@ def test_memory_percent_sets_max_bytes() -> None:
     assert QueueSettings.of(memory_percent="10%").max_bytes == memory_limit() // 10
 
 
-def test_default_of_the_largest_event_gives_way_to_smaller_bounds() -> None:
+def test_default_of_max_event_bytes_is_at_most_the_smaller_bounds() -> None:
     assert QueueSettings.of(max_bytes="1Mi").max_event_bytes == MEBI
     assert QueueSettings.of(kind="proxy", resend_bytes="2Mi").max_event_bytes == 2 * MEBI
 
 
-def test_default_of_the_write_buffer_gives_way_to_small_chunks() -> None:
+def test_default_of_write_buffer_is_at_most_chunk_size() -> None:
     settings = QueueSettings.of(kind="disk", path="/orders", chunk_size="64Ki")
     assert settings.write_buffer == 65_536
 
@@ -192,7 +192,7 @@ def test_marks_are_percentages_of_the_size() -> None:
     assert settings.marks == Marks(None, full_delay=970, light_delay=700, high=900, low=630)
 
 
-def test_marks_in_events_stand_as_they_are() -> None:
+def test_marks_in_events_are_used_unchanged() -> None:
     settings = QueueSettings.of(
         kind="disk_assisted",
         path="/orders",
@@ -228,7 +228,7 @@ def test_default_marks_of_a_queue_without_size_are_off() -> None:
 
 
 @pytest.mark.parametrize("knob", ["discard_mark", "full_delay_mark", "light_delay_mark"])
-def test_a_percentage_of_no_size_is_refused_by_name(knob: str) -> None:
+def test_a_percentage_without_a_size_is_refused_by_name(knob: str) -> None:
     needed = {"discard_severity": 3} if knob == "discard_mark" else {}
     error = refused(kind="disk", path="/orders", **needed, **{knob: "80%"})
     assert error.knob == knob
@@ -312,7 +312,7 @@ def test_an_unknown_knob_is_answered_with_a_guess() -> None:
     )
 
 
-def test_an_unknown_knob_without_a_likeness_gets_no_guess() -> None:
+def test_an_unknown_knob_without_a_similar_name_gets_no_guess() -> None:
     assert str(refused(zzz=None)) == "zzz: there is no such knob"
 
 
@@ -369,7 +369,7 @@ def test_within_a_larger_model_the_knob_is_named_by_its_place(
     assert convert_validation_error(caught.value).knob == knob
 
 
-# Being a value
+# Equality, copies, JSON
 
 
 def test_settings_cannot_be_changed() -> None:
@@ -384,7 +384,7 @@ def test_equal_settings_are_equal() -> None:
     assert one.marks == other.marks
 
 
-def test_replace_changes_some_knobs_and_works_out_the_rest_anew() -> None:
+def test_replace_changes_some_knobs_and_computes_other_defaults_again() -> None:
     settings = QueueSettings.of(name="orders", size=100, full_delay_mark=None)
     larger = settings.replace(size=1000, workers=2)
     assert (larger.name, larger.size, larger.worker_minimum_events) == ("orders", 1000, 500)

@@ -16,7 +16,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_table_is_what_the_settings_say() -> None:
+def test_the_table_in_the_docs_equals_the_settings() -> None:
     page = PAGE.read_text()
     assert page == with_table(page), "run: python -m scripts.knob_table"
 

@@ -1,4 +1,4 @@
-"""Which frames does a queue write to its disk, and what does it make of those it reads?"""
+"""The frames that a queue writes, and the batches that it makes of stored frames."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from turnlane.testing import FaultyDisk
 
 
 def reopened(path: Path, disk: FaultyDisk, frames: list[int]) -> Queue:
-    """A queue with nothing in memory, and on disk frames of so many events of 1 KB."""
+    """Return a queue with nothing in memory, and frames of 1 KB events on disk."""
     with open_queue(kind="disk", path=path, compression="none") as queue:
         producer = queue.producer(ack="persisted")
         for events in frames:
@@ -25,7 +25,7 @@ def reopened(path: Path, disk: FaultyDisk, frames: list[int]) -> Queue:
 
 
 def batches(queue: Queue, events: int) -> list[int]:
-    """How many events each batch has."""
+    """Return the number of events in each batch."""
     sizes: list[int] = []
     while sum(sizes) < events:
         batch = queue.get(timeout=0)
@@ -48,13 +48,13 @@ LARGE = 4 * JOIN_BYTES // 1000
 def test_only_small_frames_are_joined_to_a_batch(
     tmp_path: Path, frames: list[int], expected: list[int]
 ) -> None:
-    """Joining copies: for a large frame that costs more than another batch."""
+    """Joining copies the events: for a large frame this costs more than another batch."""
     with reopened(tmp_path / "queue", FaultyDisk(), frames) as queue:
         assert batches(queue, sum(frames)) == expected
 
 
 def test_a_large_frame_is_read_once(tmp_path: Path) -> None:
-    """It was looked at for the batch before, and is still there."""
+    """The reader keeps the frame that did not fit into the last batch."""
     disk = FaultyDisk()
     with reopened(tmp_path / "queue", disk, [10, LARGE]) as queue:
         assert queue.get(timeout=0).block.num_rows == 10
@@ -65,7 +65,7 @@ def test_a_large_frame_is_read_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("blocks", "frames"), [(1, 1), (29, 1), (31, 2), (45, 2), (110, 5)])
 def test_frames_have_about_the_same_size(blocks: int, frames: int) -> None:
-    """Not full ones and a small rest, which would be nearly twice as many to read."""
+    """Full frames and a small rest would be nearly twice as many frames."""
     block = block_of([b"x"])
     size = FRAME_BYTES // 20
     portions = [BlockRange(at, at + 1, size, [block]) for at in range(blocks)]

@@ -1,4 +1,4 @@
-"""How many workers does a backlog ask for, and how long does a failing consumer pause?"""
+"""The number of workers for a backlog, and the pauses of a failing consumer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from turnlane.queues.worker_pool import FIRST_PAUSE, LAST_PAUSE, count_wanted_wo
 def test_a_backlog_wants_one_worker_per_minimum_events(
     backlog: int, minimum: int, most: int, wanted: int
 ) -> None:
-    """One for every ``minimum`` events begun, none for none, never more than ``most``."""
+    """One for every started ``minimum`` of events, none without events, at most ``most``."""
     assert count_wanted_workers(backlog, minimum, most) == wanted
 
 
@@ -46,7 +46,7 @@ def test_a_pause_doubles_up_to_its_cap() -> None:
 
 @given(failures=st.integers(1, 1000), jitter=st.floats(0, 1))
 def test_jitter_shortens_a_pause_by_at_most_half(failures: int, jitter: float) -> None:
-    """Jitter shortens a pause, to half of it at the least."""
+    """Jitter shortens a pause to at least half of it."""
     full = retry_pause(failures, Never("no"), 1.0)
     assert full / 2 <= retry_pause(failures, Never("no"), jitter) <= full
 

@@ -1,4 +1,4 @@
-"""Chunks: does a scan find every frame and name every fault?"""
+"""Segments: a scan finds every frame and every fault."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ AT_C = AT_B + len(B)
 
 
 class WatchedDisk(Disk):
-    """Remembers the most that was ever asked for at once."""
+    """Remembers the largest read."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -59,7 +59,7 @@ class WatchedDisk(Disk):
 
 
 class Opened:
-    """Files with given contents, closed at the end."""
+    """Opens files with given contents, and closes them at the end."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

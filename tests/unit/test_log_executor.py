@@ -1,4 +1,4 @@
-"""Does the second pair of hands do what it is told, and say how it went?"""
+"""The executor with one thread, on which the log writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from turnlane.storage.log import SingleThreadExecutor
 
 
 def test_call_runs_while_the_caller_continues() -> None:
-    """Both are under way at once."""
+    """Both run at the same time."""
     executor, met = SingleThreadExecutor("test"), threading.Barrier(2, timeout=PATIENCE)
     executor.submit(lambda: (met.wait(), None)[1])
     met.wait()
@@ -21,7 +21,7 @@ def test_call_runs_while_the_caller_continues() -> None:
 
 
 def test_finished_call_is_released_before_wait_returns() -> None:
-    """What was written is large, and its memory is wanted for what is written next."""
+    """A written group is large, and the next group reuses its memory."""
 
     class Large:
         def write(self) -> None:
@@ -37,7 +37,7 @@ def test_finished_call_is_released_before_wait_returns() -> None:
 
 
 def test_error_of_a_call_is_raised_once_by_wait() -> None:
-    """Once; the next call is another matter."""
+    """The next call does not raise it again."""
 
     def fail() -> None:
         raise OSError(5, "no")
@@ -54,7 +54,7 @@ def test_error_of_a_call_is_raised_once_by_wait() -> None:
 
 
 def test_stopped_executor_can_be_used_again() -> None:
-    """Twice is harmless, and no thread is left."""
+    """A second stop is harmless, and no thread is left."""
     executor = SingleThreadExecutor("hand-under-test")
     executor.stop()
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_stopped_executor_can_be_used_again() -> None:
 def test_call_runs_on_the_calling_thread_if_no_thread_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a queue that is closed at the very end of a program has to."""
+    """A queue that is closed while the interpreter ends needs this."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError(f"can't start {thread}")
