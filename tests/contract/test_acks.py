@@ -29,7 +29,7 @@ LEVELS = list(AckLevel)
 
 
 def take(queue: Queue, batches: int, each: int = 1) -> list[Batch]:
-    """Take ``count`` batches of ``each`` events."""
+    """Take batches of ``each`` events."""
     return [queue.get(each) for _ in range(batches)]
 
 

@@ -254,7 +254,7 @@ def settled_unwritten(
 
 
 def sent_again(path: Path, blocks: int) -> list[int]:
-    """Return the events of each block that a queue accepts again after a kill."""
+    """Return how many events of each block a queue accepts again after a kill."""
     left = shutil.copytree(path, path.with_name("left"))
     with open_queue(kind="disk", path=left) as queue:
         producer = queue.producer(producer_id="me")
