@@ -14,7 +14,7 @@ from typing import Any
 from pyspark.sql import SparkSession
 
 from benchmarks.served import CONFIG, Served, served
-from turnlane.cli.spark_session import session
+from turnlane.cli.spark_session import start_session
 from turnlane.config import load
 from turnlane.pipeline.settings import SparkSettings
 from turnlane.spark.pipeline import PipelinePlan, PipelineRunner
@@ -36,7 +36,7 @@ class Piped:
 def spark_session() -> Iterator[SparkSession]:
     """The session of ``turnlane run``, on two cores. All measurements share it: it is warm soon."""
     os.environ["PYSPARK_PYTHON"] = sys.executable
-    spark = session(SparkSettings(master=MASTER))
+    spark = start_session(SparkSettings(master=MASTER))
     try:
         yield spark
     finally:

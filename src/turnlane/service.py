@@ -1,13 +1,12 @@
-"""A node with everything around it, as a configuration asks for it: started, and stopped in order.
+"""A running node with its planes, queue tables and inputs, as a configuration describes it.
 
-No command line here: ``turnlane serve`` is a thin shell around :class:`Service`, and whoever wants
-a node inside a program of their own can use it the same way.
+``turnlane serve`` is a thin command around :class:`Service`. A program that has a node inside can
+use it in the same way.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,30 +16,31 @@ from turnlane.config import Config
 from turnlane.errors import AddressTaken, ConfigError, NoSuchQueue
 from turnlane.inputs import api
 from turnlane.inputs.api import Input, InputSettings
+from turnlane.logs import get_logger
 from turnlane.node.flight.server import FlightPlane
 from turnlane.node.http import HttpPlane
 from turnlane.node.node import Node
 from turnlane.node.tables import Tables
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, start_thread
 from turnlane.serving.auth import Authority, TlsSettings
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _SHARE_OF_INPUTS: Final = 0.6
-"""Of the time for a stop; the planes have the rest, so one stuck sender does not use it all up."""
-_LAST_MOMENTS: Final = 1.0
-"""What a part may take beyond the time it was given before it is left to itself."""
+"""The share of the time for a stop. The planes have the rest, so one stuck sender cannot use it."""
+_GRACE_SECONDS: Final = 1.0
+"""How much longer than its timeout a part may take before it is abandoned."""
 
 
 class Listening(NamedTuple):
-    """One thing that can be reached."""
+    """A plane or an input, and its address."""
 
     what: str
     """``flight``, ``http`` or ``input`` with its name."""
     where: str | None
     """Its address; ``None`` if it does not listen (files, stdin)."""
     queue: str | None = None
-    """The queue that an input fills."""
+    """The queue of an input."""
 
 
 class Service(Closeable):
@@ -54,9 +54,9 @@ class Service(Closeable):
         self.tables = Tables()
         self.inputs: dict[str, Input] = {}
         self._counted: list[Input] = []
-        """The same inputs, as the metrics look at them; grows while they are started."""
+        """The inputs that the metrics count; grows while inputs start."""
         self._starting: str | None = "inputs"
-        """What readiness waits for."""
+        """The part that the node still waits for before it is ready."""
         self._stopping = threading.Lock()
         self._hurry = threading.Event()
         self._running = False
@@ -64,11 +64,10 @@ class Service(Closeable):
     # ── starting ────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> Self:
-        """Open the node, then let clients in. If that fails, everything is closed again.
+        """Open the node, then let clients in. After an error everything is closed again.
 
-        Raises ``ConfigError`` (an address, a certificate, a secret, a queue that is not there),
-        ``AddressTaken``, ``DirectoryLocked``, ``DirectoryUnusable``, and whatever keeps a queue
-        from being opened.
+        Raises ``ConfigError`` (an address, a certificate, a secret, a missing queue),
+        ``AddressTaken``, ``DirectoryLocked``, ``DirectoryUnusable``, and errors of opening queues.
         """
         with contextlib.ExitStack() as started:
             authority = check(self.config)
@@ -77,24 +76,25 @@ class Service(Closeable):
             started.callback(self._stop_parts, 0.0)
             self._start_planes(authority)
             for settings in self.config.inputs:
-                with _named(f"input {settings.label}"):
+                with _name_errors(f"input {settings.label}"):
                     self._start_input(settings)
             self._starting = None
             self._running = True
             started.pop_all()
         return self
 
-    def tell_without_action(self) -> None:
-        """Warn of events that wait for an action which is no longer in the configuration.
+    def warn_of_unread_queues(self) -> None:
+        """Log a warning for events of actions that are no longer in the configuration.
 
-        Only where there are actions: the pipeline of a node without them has another file.
+        Does nothing without actions: then the pipeline has a configuration of its own.
         """
         for name, pending in self.node.list_queues_without_action() if self.config.actions else ():
             log.warning(
-                "queue %s holds %d events and belongs to no action of the configuration any more; "
-                "add the action again to have them delivered, or drop the queue",
-                name,
-                pending,
+                "queue.without_action",
+                queue=name,
+                events=pending,
+                hint="no action of the configuration delivers these events any more: "
+                "add the action again, or drop the queue",
             )
 
     def _start_input(self, settings: InputSettings) -> None:
@@ -132,28 +132,28 @@ class Service(Closeable):
             self._start_plane("flight", plane)
 
     def _start_plane(self, name: str, plane: FlightPlane | HttpPlane) -> None:
-        with _named(f"node.{name}"):
+        with _name_errors(f"node.{name}"):
             plane.start()
         self.planes[name] = plane
 
-    # ── what there is ───────────────────────────────────────────────────────────────────────────
+    # ── addresses ───────────────────────────────────────────────────────────────────────────
 
     def url(self, plane: str) -> str:
-        """Where a plane is reached, the port as it really is: ``turnlane://…`` or ``http://…``."""
+        """Return the URL of a plane with its real port: ``turnlane://…`` or ``http://…``."""
         settings = getattr(self.config.node, plane)
         secure = "" if settings.tls is None else "s"
         scheme = {"flight": "turnlane", "http": "http"}[plane]
         return f"{scheme}{secure}://{self.planes[plane].address}"
 
     def listening(self) -> Iterator[Listening]:
-        """What can be reached, and where: ports as they really are."""
+        """Return the planes and inputs with their addresses and real ports."""
         for name in sorted(self.planes):
             yield Listening(name, self.url(name))
         for label, each in self.inputs.items():
             yield Listening(f"input {label}", each.address, each.settings.queue)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for scripts, as JSON has it."""
+        """Return the addresses for JSON."""
         return {
             "instance": self.node.instance,
             "data": str(self.node.data),
@@ -163,13 +163,13 @@ class Service(Closeable):
 
     @property
     def finishes(self) -> bool:
-        """Whether its inputs all come to an end, and no pipeline has to read what they brought."""
+        """Whether all its inputs are finite, and no pipeline has to read their events."""
         ends = [each.finished for each in self.inputs.values()]
         return bool(ends) and None not in ends and not self.config.actions
 
     @property
     def finished(self) -> bool:
-        """Whether all its inputs have come to their end."""
+        """Whether all its inputs have ended."""
         return all(each.finished and each.finished.is_set() for each in self.inputs.values())
 
     # ── stopping ────────────────────────────────────────────────────────────────────────────────
@@ -177,8 +177,8 @@ class Service(Closeable):
     def stop(self, timeout: float | None = None) -> bool:
         """Stop inputs, then planes, then close the queues. True if everything ended in time.
 
-        What senders were told is safe stays safe; senders that were told nothing by the end of
-        ``timeout`` (default: the node's ``shutdown_timeout``) send again. Twice is harmless.
+        Events that were acknowledged are safe. Senders without an answer by the end of ``timeout``
+        (default: the node's ``shutdown_timeout``) send again. A second call does nothing.
         """
         with self._stopping:
             if not self._running:
@@ -190,7 +190,7 @@ class Service(Closeable):
             return orderly
 
     def hard_stop(self) -> None:
-        """Wait for nobody any more; queues are closed as always. Returns once they are."""
+        """Stop without waiting for clients. Returns once the queues are closed in order."""
         self._hurry.set()
         self.stop(0.0)
 
@@ -208,49 +208,39 @@ class Service(Closeable):
         return self._stop_together({"tables": lambda _: self.tables.close()}, left) and orderly
 
     def _stop_together(self, stops: Mapping[str, Callable[[float], None]], timeout: float) -> bool:
-        """Call all at the same time; whoever takes too long is left to itself, and named."""
-        running = {name: _Stopping(name, stop, timeout) for name, stop in stops.items()}
-        deadline = time.monotonic() + timeout + _LAST_MOMENTS
-        for stopping in running.values():
-            stopping.start()
+        """Stop all parts at the same time; a part that takes too long is abandoned and logged."""
+        deadline = time.monotonic() + timeout + _GRACE_SECONDS
+        running = {
+            name: start_thread(f"turnlane-stop-{name}", _stop_part, name, stop, timeout)
+            for name, stop in stops.items()
+        }
         for stopping in running.values():
             while stopping.is_alive() and time.monotonic() < deadline:
                 stopping.join(0.05)
                 if self._hurry.is_set():
-                    deadline = min(deadline, time.monotonic() + _LAST_MOMENTS)
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         late = [name for name, stopping in running.items() if stopping.is_alive()]
         if late:
-            log.warning("did not stop in time and is cut off: %s", ", ".join(late))
+            log.warning("service.stop_timeout", parts=late, seconds=timeout)
         return not late
 
 
-class _Stopping(threading.Thread):
-    """One part's stop, whose failure keeps no other part from being stopped."""
-
-    def __init__(self, name: str, stop: Callable[[float], None], timeout: float) -> None:
-        super().__init__(name=f"turnlane-stop-{name}", daemon=True)
-        self._stop_part = stop
-        self._allowed = timeout
-
-    def run(self) -> None:
-        try:
-            self._stop_part(self._allowed)
-        except Exception:
-            log.exception("%s failed", self.name.removeprefix("turnlane-"))
+def _stop_part(name: str, stop: Callable[[float], None], timeout: float) -> None:
+    try:
+        stop(timeout)
+    except Exception:  # the other parts are stopped anyway
+        log.exception("service.stop_failed", part=name)
 
 
 def check(config: Config) -> Authority:
-    """Everything that can be found wrong without opening the node: secrets and certificates.
-
-    Raises ``ConfigError``.
-    """
+    """Check secrets and certificates without opening the node. Raises ``ConfigError``."""
     settings = config.node
     for name, plane in (("flight", settings.flight), ("http", settings.http)):
         if plane.enabled and plane.tls is not None:
-            with _named(f"node.{name}"):
+            with _name_errors(f"node.{name}"):
                 plane.tls.context()
     for each in config.inputs:
-        with _named(f"input {each.label}"):
+        with _name_errors(f"input {each.label}"):
             tls = getattr(each, "tls", None)
             if isinstance(tls, TlsSettings):
                 tls.context()
@@ -258,13 +248,13 @@ def check(config: Config) -> Authority:
             if exposed is not None:
                 exposed()
             Authority(getattr(each, "tokens", ()))
-    with _named("node"):
+    with _name_errors("node"):
         return Authority(settings.tokens)
 
 
 @contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Say whose setting it is that is wrong."""
+def _name_errors(what: str) -> Iterator[None]:
+    """Add the name of a section to the errors in the block."""
     try:
         yield
     except (AddressTaken, ConfigError) as error:

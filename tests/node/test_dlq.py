@@ -144,7 +144,7 @@ def test_whatever_an_event_holds_is_shown(serve: Serve) -> None:
     ("words", "message"),
     [
         (["show", "alrts"], "did you mean alerts"),
-        (["show", "alerts", "--since", "soon"], "--since: is a time such as"),
+        (["show", "alerts", "--since", "soon"], "--since: must be a time such as"),
         (["show", "alerts", "--where", "level = 1"], "no such column: level"),
         (["show", "alerts", "--where", "1); DROP TABLE letters; --"], "where"),
         (["show", "alerts", "--where", "(SELECT load_extension('x'))"], "where"),

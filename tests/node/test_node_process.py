@@ -15,7 +15,7 @@ import pytest
 import turnlane
 from tests.contract.harness import wait_until
 from tests.ports import free_port
-from turnlane.cli.node_process import NodeProcess, ends_for_good
+from turnlane.cli.process import NodeProcess, is_permanent_failure
 from turnlane.node.node import Node
 
 PATIENCE = 60
@@ -27,12 +27,12 @@ CONFIG = (
 PARENT = """
 import sys, time
 from pathlib import Path
-from turnlane.cli.node_process import NodeProcess
+from turnlane.cli.process import NodeProcess
 
 node = NodeProcess(Path("c.yaml"), Path("c.yaml").read_text())
 node.start()
 while node.ready is None:
-    node.look()
+    node.poll()
     time.sleep(0.05)
 print(node.ready["pid"], flush=True)
 sys.stdin.read()
@@ -48,14 +48,14 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeProces
 
 
 def is_ready(node: NodeProcess) -> bool:
-    assert node.look() is None, "it died"
+    assert node.poll() is None, "it died"
     return node.ready is not None
 
 
 def death_of(node: NodeProcess) -> int:
     """Its exit code, once it has one."""
     deadline = time.monotonic() + PATIENCE
-    while (code := node.look()) is None:
+    while (code := node.poll()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return code
@@ -76,7 +76,7 @@ def test_a_node_that_dies_is_started_again(node: NodeProcess) -> None:
     os.kill(node.ready["pid"], signal.SIGKILL)
     assert death_of(node) == -signal.SIGKILL
     assert node.ready is None
-    wait_until(node.start_again, patience=PATIENCE)
+    wait_until(node.restart_if_due, patience=PATIENCE)
     wait_until(lambda: is_ready(node), patience=PATIENCE)
     assert node.starts == 2
     assert node.stop(PATIENCE)
@@ -104,7 +104,7 @@ def test_it_comes_back_as_it_was_whatever_the_file_says_by_then(
         Path("c.yaml").write_text(text.replace(*change))
         os.kill(before["pid"], signal.SIGKILL)
         assert death_of(node) == -signal.SIGKILL
-        wait_until(node.start_again, patience=PATIENCE)
+        wait_until(node.restart_if_due, patience=PATIENCE)
         wait_until(lambda: is_ready(node), patience=PATIENCE)
         assert node.ready["flight"] == before["flight"]
         with turnlane.connect(before["flight"]) as client:
@@ -117,7 +117,7 @@ def test_events_of_an_action_that_is_gone_are_told_of_at_the_first_start_only(
     node: NodeProcess, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Later its pipeline runs, with actions that may have come since."""
-    warning = "queue later holds 1 events and belongs to no action"
+    warning = "queue.without_action queue=later events=1"
     with Node(Path("data")) as before:
         queue = before.create_for_action("later")
         queue.producer(ack="persisted").publish(b"waits")
@@ -127,7 +127,7 @@ def test_events_of_an_action_that_is_gone_are_told_of_at_the_first_start_only(
     assert node.ready is not None
     os.kill(node.ready["pid"], signal.SIGKILL)
     death_of(node)
-    wait_until(node.start_again, patience=PATIENCE)
+    wait_until(node.restart_if_due, patience=PATIENCE)
     wait_until(lambda: is_ready(node), patience=PATIENCE)
     assert warning not in capfd.readouterr().err
     assert node.stop(PATIENCE)
@@ -140,8 +140,8 @@ def test_a_node_that_cannot_start_says_so_by_its_exit_code(
         node.start()
         assert death_of(node) == 78
     assert f"{tmp_path}/c.yaml:1:" in capfd.readouterr().err
-    assert ends_for_good(78)
-    assert not ends_for_good(-signal.SIGKILL)
+    assert is_permanent_failure(78)
+    assert not is_permanent_failure(-signal.SIGKILL)
 
 
 def test_a_node_ends_in_order_with_its_parent_however_that_ends(

@@ -91,5 +91,5 @@ def test_queue_of_a_removed_action_is_logged(
     for _ in range(2):  # and read again
         caplog.clear()
         with Service(loads(head + more)).start() as service:
-            service.tell_without_action()
-        assert ("queue later holds 1 events" in caplog.text) == told
+            service.warn_of_unread_queues()
+        assert ("queue.without_action queue=later events=1" in caplog.text) == told

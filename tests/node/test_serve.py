@@ -312,7 +312,7 @@ def test_a_part_that_does_not_stop_costs_its_time_and_no_more(
     served.tell(signal.SIGTERM)
     code, errors = served.ended()
     assert code == 0, errors
-    assert "did not stop in time and is cut off: input stuck" in errors
+    assert 'service.stop_timeout parts="input stuck"' in errors
     assert kept(tmp_path / "data") == [b"from the input", b"kept"]
 
 
@@ -544,7 +544,7 @@ def test_an_input_without_its_queue_does_not_start(tmp_path: Path) -> None:
 
 def test_queues_can_be_named_on_the_command_line(tmp_path: Path) -> None:
     listen = {"flight": LOCAL, "http": LOCAL}
-    config = command._settings(None, tmp_path / "data", ["a", "b"], listen)
+    config = command._make_settings(None, tmp_path / "data", ["a", "b"], listen)
     with Service(config).start() as service:
         assert sorted(service.node.queues()) == ["a", "b"]
 
@@ -577,7 +577,7 @@ def test_validate_says_that_all_is_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "where"),
-    [("memory", "is kept in memory"), ("disk_assisted", "is kept in memory until it spills")],
+    [("memory", "are kept in memory"), ("disk_assisted", "are kept in memory until they spill")],
 )
 def test_validate_warns_of_commits_into_memory(tmp_path: Path, kind: str, where: str) -> None:
     actions = [
@@ -589,7 +589,9 @@ def test_validate_warns_of_commits_into_memory(tmp_path: Path, kind: str, where:
     code, said, warned = turnlane_says("validate", file)
     assert (code, said) == (0, f"{file}: ok, 0 queues, 0 inputs, 3 actions\n")
     (line,) = warned.splitlines()
-    assert line.startswith(f"turnlane: warning: {file}:6:23: actions[0].queue: what the main lane")
+    assert line.startswith(
+        f"turnlane: warning: {file}:6:23: actions[0].queue: events that the main lane"
+    )
     assert where in line
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from turnlane.cli import pipeline_tools, serve
 from turnlane.cli.app import app
-from turnlane.cli.pipeline_tools import example
+from turnlane.cli.pipeline_tools import read_example
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -164,7 +164,7 @@ def test_raising_transform_fails_its_case_and_others_are_tried(
 
 
 def test_example_configuration_passes_its_cases(turnlane: Run) -> None:
-    said = turnlane("test", example())
+    said = turnlane("test", read_example())
     assert said.stdout.endswith("1 case, 0 failed\n"), said.output
 
 

@@ -14,7 +14,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from tests.contract.harness import wait_until
-from turnlane.cli.supervise import _about, _said
+from turnlane.cli.supervise import format_lane_status, get_lane_fields
 from turnlane.retry import Backoff
 from turnlane.spark import lane as lanes
 from turnlane.spark.batch_planning import TAKEN_EVENTS
@@ -352,9 +352,9 @@ def test_stop_returns_false_while_the_query_runs(
 def test_open_breaker_is_reported_with_the_time_of_the_next_try() -> None:
     suspension = Suspension(12.3, why="a: RetryLater: HTTP 503")
     status = LaneStatus("a", LaneState.RUNNING, 0, None, 1, 10, suspension)
-    assert _said(status) == "lane a: suspended: RetryLater: HTTP 503, next try in 12s"
-    assert _about(status)["suspended"] == "a: RetryLater: HTTP 503"
-    assert _about(status)["next_try"] == 12.3
+    assert format_lane_status(status) == "lane a: suspended: RetryLater: HTTP 503, next try in 12s"
+    assert get_lane_fields(status)["suspended"] == "a: RetryLater: HTTP 503"
+    assert get_lane_fields(status)["next_try"] == 12.3
     well = LaneStatus("a", LaneState.RUNNING, 0, None, 1, 10)
-    assert _said(well) == "lane a: running"
-    assert _about(well)["suspended"] is None
+    assert format_lane_status(well) == "lane a: running"
+    assert get_lane_fields(well)["suspended"] is None

@@ -42,7 +42,7 @@ def test_users_java_options_follow_the_defaults(tmp_path: Path) -> None:
     """So they take precedence, and Spark still shows only the user's options."""
     program = """
 import sys
-from turnlane.cli.spark_session import session
+from turnlane.cli.spark_session import start_session
 from turnlane.pipeline.settings import SparkSettings
 java = "-XX:Tier4InvocationThreshold=7000 -Dmine=1"
 conf = {"spark.driver.extraJavaOptions": java, "spark.ui.enabled": "false"}

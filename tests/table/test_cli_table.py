@@ -52,7 +52,7 @@ def create_filled_queue(db: DatabaseFixture) -> TableQueue:
 )
 def test_invalid_url_is_reported_without_its_password(url: str) -> None:
     said = run_command("status", "--url", url, code=78)
-    assert said == "turnlane: --url: is no address: its host or its port cannot be read\n"
+    assert said == "turnlane: --url: is not an address: its host or its port cannot be read\n"
 
 
 def test_file_that_is_not_a_database_is_named_in_the_error(tmp_path: Path) -> None:

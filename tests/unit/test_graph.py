@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from turnlane.cli.app import app
-from turnlane.cli.pipeline_tools import topology_of
+from turnlane.cli.pipeline_tools import build_topology
 from turnlane.config import loads
 from turnlane.pipeline.cases import Case, find_differences
 from turnlane.pipeline.graph import Topology, render_svg, render_text, shorten
@@ -35,7 +35,7 @@ actions:
 
 
 def topology(text: str = CONFIG, **environment: str) -> Topology:
-    return topology_of(loads(text, environment=environment))
+    return build_topology(loads(text, environment=environment))
 
 
 def leading_to(**output: str) -> str:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 import turnlane
-from turnlane.cli.console import readable, say_table
+from turnlane.cli.console import format_value, say_table
 from turnlane.events import block_of
 from turnlane.storage.export import ExportFormat, convert_to_rows, export_to_file
 from turnlane.storage.inspection import FastQueueInspection, QueueInspection, open_inspection
@@ -70,11 +70,11 @@ def test_columns_of_any_type_become_json() -> None:
     ],
 )
 def test_values_are_formatted_for_people(value: bytes | None, shown: str) -> None:
-    assert readable(value) == shown
+    assert format_value(value) == shown
 
 
 def test_long_value_is_cut_between_characters() -> None:
-    shown = readable("ü".encode() * 10_000)
+    shown = format_value("ü".encode() * 10_000)
     assert set(shown) == {"ü"}
 
 

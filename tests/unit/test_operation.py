@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from tests.unit.test_pipeline_config import FILE, actions, with_cases
 from turnlane.cli import run
 from turnlane.cli.app import app
-from turnlane.cli.supervise import Opening, Operation, needs_restart, stamp
+from turnlane.cli.spark_session import SparkStartup
+from turnlane.cli.supervise import PipelineSupervisor, get_stamp, list_restart_sections
 from turnlane.config import load, loads
 
 OTHER_DATA = "OTHER"
@@ -27,11 +28,11 @@ def changed_by(change: str) -> str:
 
 def test_what_lanes_alone_cannot_take_is_named() -> None:
     old = loads(with_cases())
-    assert list(needs_restart(old, loads(with_cases()), old.knobs())) == []
+    assert list(list_restart_sections(old, loads(with_cases()), old.knobs())) == []
     lanes = loads(with_cases().replace("name: a,", "name: a, filter: x,"))
-    assert list(needs_restart(old, lanes, old.knobs())) == []
+    assert list(list_restart_sections(old, lanes, old.knobs())) == []
     other = with_cases().replace("data: d", "data: e").replace("queue: disk", "queue: memory")
-    assert list(needs_restart(old, loads(other + "spark: {master: m}"), old.knobs())) == [
+    assert list(list_restart_sections(old, loads(other + "spark: {master: m}"), old.knobs())) == [
         "node",
         "spark",
         "queue b",
@@ -50,8 +51,8 @@ def test_so_is_what_neither_the_node_nor_executors_take(
     more: str, late: list[str], on_cluster: list[str]
 ) -> None:
     old, new = loads(with_cases()), loads(with_cases() + more)
-    assert list(needs_restart(old, new, old.knobs())) == late
-    told = list(needs_restart(old, new, old.knobs(), on_cluster=True))
+    assert list(list_restart_sections(old, new, old.knobs())) == late
+    told = list(list_restart_sections(old, new, old.knobs(), on_cluster=True))
     assert told == late + on_cluster
 
 
@@ -70,12 +71,12 @@ def test_a_restart_is_needed_for_what_differs_from_what_runs_not_from_the_last_f
     file = tmp_path / "c.yaml"
     told: list[Any] = []
     file.write_text(changed_by(""))
-    operation = Operation(
+    operation = PipelineSupervisor(
         file,
         load(file),
-        Opening(lambda: cast("Any", None)),
+        SparkStartup(lambda: cast("Any", None)),
         report=lambda _, __, **about: told.append(about.get("needs_restart")),
-        seen=stamp(file),
+        stamp=get_stamp(file),
         endpoint="turnlane://h:1",
     )
     operation._runner = cast("Any", SimpleNamespace(plan=None, start=lambda _: None))
@@ -96,18 +97,18 @@ def test_a_reload_leaves_checkpoints_where_they_are() -> None:
     def no_session() -> Any:
         return None
 
-    operation = Operation(
+    operation = PipelineSupervisor(
         Path("c.yaml"),
         old,
-        Opening(no_session),
+        SparkStartup(no_session),
         report=lambda *_, **__: None,
-        seen=None,
+        stamp=None,
         endpoint="turnlane://h:1",
     )
     plan = operation._plan(new)
     assert plan is not None
     assert plan.checkpoints == Path("x/checkpoints").absolute()
-    assert list(needs_restart(old, new, old.knobs())) == ["node"]
+    assert list(list_restart_sections(old, new, old.knobs())) == ["node"]
 
 
 def access_after(old: str, new: str, **knobs: Any) -> dict[str, str]:
@@ -116,9 +117,9 @@ def access_after(old: str, new: str, **knobs: Any) -> dict[str, str]:
     begun, taken = (
         loads(actions(f"{{name: a, {FILE}}}", more=f"nodes: {{{nodes}}}\n")) for nodes in (old, new)
     )
-    opening = Opening(lambda: cast("Any", None))
-    made = Operation(
-        Path("c.yaml"), begun, opening, report=lambda *_, **__: None, seen=None, **knobs
+    opening = SparkStartup(lambda: cast("Any", None))
+    made = PipelineSupervisor(
+        Path("c.yaml"), begun, opening, report=lambda *_, **__: None, stamp=None, **knobs
     )
     plan = made._plan(taken)
     assert plan is not None
@@ -192,34 +193,34 @@ def told() -> list[tuple[str, dict[str, Any]]]:
 @pytest.fixture
 def operation(
     tmp_path: Path, told: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> Operation:
+) -> PipelineSupervisor:
     """One that runs an action ``a``; its file has changed, and has ``b``."""
     pytest.importorskip("pyspark.sql")
-    monkeypatch.setattr("turnlane.cli.supervise.AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("turnlane.cli.supervise.RETRY_SECONDS", 0.0)
     path = tmp_path / "c.yaml"
     path.write_text(actions(f"{{name: b, queue: disk, {FILE}}}"))
     session: Any = SimpleNamespace(stop=lambda: None)
-    made = Operation(
+    made = PipelineSupervisor(
         path,
         loads(actions(f"{{name: a, queue: disk, {FILE}}}")),
-        Opening(lambda: session),
+        SparkStartup(lambda: session),
         report=lambda event, _, **about: told.append((event, about)),
-        seen=stamp(path),
+        stamp=get_stamp(path),
         endpoint="turnlane://h:1",
     )
     made._runner = Lanes(made._plan(made.config))  # type: ignore[assignment]
     return made
 
 
-def due(operation: Operation, signals: Any) -> None:
+def due(operation: PipelineSupervisor, signals: Any) -> None:
     """Do what there is to be done."""
-    work = operation._due(signals)
+    work = operation._find_due_work(signals)
     assert work is not None
     work()
 
 
 def test_a_reload_that_waits_for_lanes_to_end_is_tried_again(
-    operation: Operation, told: list[tuple[str, dict[str, Any]]]
+    operation: PipelineSupervisor, told: list[tuple[str, dict[str, Any]]]
 ) -> None:
     """And those before it, which have made room for it, are not started instead."""
     runner: Any = operation._runner
@@ -233,11 +234,11 @@ def test_a_reload_that_waits_for_lanes_to_end_is_tried_again(
     due(operation, signals)
     assert runner.asked == [["main", "b"]] * 3
     assert [about["accepted"] for event, about in told if event == "reload"] == [True]
-    assert operation._due(signals) is None
+    assert operation._find_due_work(signals) is None
 
 
 def test_if_it_is_rejected_meanwhile_the_lanes_before_it_are_started_again(
-    operation: Operation, told: list[tuple[str, dict[str, Any]]]
+    operation: PipelineSupervisor, told: list[tuple[str, dict[str, Any]]]
 ) -> None:
     runner: Any = operation._runner
     signals: Any = HungUp()
@@ -248,11 +249,11 @@ def test_if_it_is_rejected_meanwhile_the_lanes_before_it_are_started_again(
     runner.left = []
     due(operation, signals)
     assert runner.asked == [["main", "b"], ["main", "a"]]
-    assert operation._due(signals) is None
+    assert operation._find_due_work(signals) is None
 
 
 def test_a_pipeline_alone_needs_no_secrets_of_its_node_for_a_reload(
-    operation: Operation, told: list[tuple[str, dict[str, Any]]]
+    operation: PipelineSupervisor, told: list[tuple[str, dict[str, Any]]]
 ) -> None:
     """Nor did it for its start: they are where the node is."""
     runner: Any = operation._runner
@@ -266,7 +267,7 @@ def test_a_pipeline_alone_needs_no_secrets_of_its_node_for_a_reload(
 
 @pytest.mark.parametrize("nodes", ["token_env: NOT_SET", "endpoint: 'http://nope'"])
 def test_a_reload_with_nodes_that_cannot_be_reached_so_is_rejected(
-    nodes: str, operation: Operation, told: list[tuple[str, dict[str, Any]]]
+    nodes: str, operation: PipelineSupervisor, told: list[tuple[str, dict[str, Any]]]
 ) -> None:
     lines = operation._path.read_text().count("\n")
     with operation._path.open("a") as file:
@@ -278,7 +279,7 @@ def test_a_reload_with_nodes_that_cannot_be_reached_so_is_rejected(
 
 
 def test_lanes_that_have_not_ended_are_not_said_to_have_stopped(
-    operation: Operation, told: list[tuple[str, dict[str, Any]]]
+    operation: PipelineSupervisor, told: list[tuple[str, dict[str, Any]]]
 ) -> None:
     operation.stop()
     assert told == [("lanes", {"count": 1, "names": ["main"]})]
@@ -312,15 +313,15 @@ def test_a_file_that_changes_while_its_pipeline_starts_is_news(
     def edit() -> None:
         file.write_text(actions(f"{{name: b, {FILE}}}"))
 
-    class Looking(Operation):
+    class Looking(PipelineSupervisor):
         def run(self, _signals: Any) -> None:
-            news.append(self._is_changed(cast("Any", SimpleNamespace(hung_up=False))))
+            news.append(self._is_reload_due(cast("Any", SimpleNamespace(hung_up=False))))
 
-    monkeypatch.setattr(run, "need_spark", edit)
-    monkeypatch.setattr(run, "session", lambda *_, **__: SimpleNamespace(stop=lambda: None))
+    monkeypatch.setattr(run, "require_spark", edit)
+    monkeypatch.setattr(run, "start_session", lambda *_, **__: SimpleNamespace(stop=lambda: None))
     monkeypatch.setattr(run, "NodeProcess", NoNode)
-    monkeypatch.setattr(run, "Operation", Looking)
-    monkeypatch.setattr(run, "leave_if_stuck", lambda _: None)  # threads here are of other tests
+    monkeypatch.setattr(run, "PipelineSupervisor", Looking)
+    monkeypatch.setattr(run, "exit_if_stuck", lambda _: None)  # threads here are of other tests
     said = CliRunner().invoke(app, [command, str(file)])
     assert said.exit_code == 0, said.output
     assert news == [True]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from scripts import config_schema
 from tests.acceptance.test_docs import blocks_of
 from turnlane.cli.app import app
-from turnlane.cli.pipeline_tools import example
+from turnlane.cli.pipeline_tools import read_example
 from turnlane.config import Config, ConfigFileError, get_visible_settings, load, load_cases, loads
 from turnlane.config.document import format_path, parse, parse_path
 from turnlane.config.settings import convert_option_error
@@ -401,7 +401,7 @@ def pipeline_page() -> list[str]:
     return [block.text for block in blocks if block.language == "yaml" and "node:" in block.text]
 
 
-@pytest.mark.parametrize("text", [example(), *pipeline_page(), with_cases()])
+@pytest.mark.parametrize("text", [read_example(), *pipeline_page(), with_cases()])
 def test_the_schema_accepts_what_the_loader_accepts(text: str) -> None:
     check = jsonschema_rs.validator_for(json.loads(config_schema.text()))
     values = parse(text, "example.yaml", {}).data

@@ -1,4 +1,7 @@
-"""What commands print: JSON for programs, tables for people, progress on stderr."""
+"""Output of the commands: JSON for programs, tables for people, errors and progress on stderr.
+
+Rich is imported where a table or a progress bar is drawn: most commands end sooner without it.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +26,24 @@ from turnlane.units import parse_duration
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-# ── failure ──
-# From errors to exit codes and one line on stderr: no tracebacks for what users can put right.
+# ── errors ──
+# Errors become an exit code and one line on stderr: no tracebacks for mistakes of users.
 
 P = ParamSpec("P")
 
 
 class ExitCode(enum.IntEnum):
-    """What scripts can rely on; usage errors (2) are the parser's."""
+    """Exit codes that scripts can rely on. The parser of the command line has 2, wrong usage."""
 
     FAILED = 1
     TEMPORARY = 75
     CONFIG = 78
     BROKEN_PIPE = 141
-    """As the shell reports a program that SIGPIPE has ended."""
+    """The code that a shell reports for a program that SIGPIPE has ended."""
 
 
-def reported(command: Callable[P, None]) -> Callable[P, None]:
-    """Run the command and print its errors in one line; a closed pipe is no error."""
+def report_errors(command: Callable[P, None]) -> Callable[P, None]:
+    """Make a command print its errors in one line. A closed pipe is not an error."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -53,8 +56,8 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
         except Bug:
             raise
         except (TurnlaneError, OSError) as error:
-            typer.echo(f"turnlane: {_message(error)}", err=True)
-            raise typer.Exit(_code(error)) from None
+            typer.echo(f"turnlane: {_get_message(error)}", err=True)
+            raise typer.Exit(_get_code(error)) from None
 
     return run
 
@@ -64,13 +67,13 @@ def _silence_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _message(error: TurnlaneError | OSError) -> str:
+def _get_message(error: TurnlaneError | OSError) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
-def _code(error: TurnlaneError | OSError) -> ExitCode:
+def _get_code(error: TurnlaneError | OSError) -> ExitCode:
     if isinstance(error, RetryLater):
         return ExitCode.TEMPORARY
     return ExitCode.CONFIG if isinstance(error, ConfigError) else ExitCode.FAILED
@@ -106,12 +109,11 @@ def log_to_stderr(level: LogLevel, form: LogFormat) -> None:
             logging.getLogger(name).setLevel(logging.WARNING)
 
 
-# ── moments ──
-# Moments as people write them: a time, or a duration before or after now.
+# ── times ──
 
 
-def moment(option: str, text: str | None) -> datetime | None:
-    """A moment: itself, ``2h`` ago, or ``+2h`` from now. Without a zone it is UTC.
+def parse_moment(option: str, text: str | None) -> datetime | None:
+    """Parse a time in ISO 8601 (UTC without a zone), ``2h`` for ago, or ``+2h`` for from now.
 
     Raises ``ConfigError``, which names the option.
     """
@@ -123,16 +125,13 @@ def moment(option: str, text: str | None) -> datetime | None:
         try:
             span = timedelta(seconds=parse_duration(text.removeprefix("+")))
         except ValueError:
-            message = "is a time such as 2026-01-31T12:00, or how long ago, such as 2h"
-            raise ConfigError(option, f"{message}: not {text!r}") from None
+            allowed = "a time such as 2026-01-31T12:00, or how long ago, such as 2h"
+            raise ConfigError(option, f"must be {allowed}, not {text!r}") from None
         return datetime.now(UTC) + (span if text.startswith("+") else -span)
     return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
 
 
-# ── options ──
-# The arguments and options that several commands have, each with the same words everywhere.
-
-# ── the configuration, and the nodes ─────────────────────────────────────────────────────────────
+# ── options of several commands ──────────────────────────────────────────────────────────────────
 
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="The configuration, a YAML file.")
@@ -141,7 +140,7 @@ OptionalConfig = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", help="The configuration, a YAML file.")
 ]
 Endpoint = Annotated[
-    str | None, typer.Option(help="The nodes, turnlane://host:port,…; default: what CONFIG says.")
+    str | None, typer.Option(help="The nodes, turnlane://host:port,…; default: those of CONFIG.")
 ]
 TokenEnv = Annotated[
     str | None, typer.Option(help="Without a CONFIG: the environment variable with the token.")
@@ -150,48 +149,44 @@ TlsCa = Annotated[
     Path | None, typer.Option(help="Without a CONFIG: the certificates to trust, for TLS.")
 ]
 
-# ── printing and logging ─────────────────────────────────────────────────────────────────────────
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 Count = Annotated[int, typer.Option("--count", "-n", min=1, help="How many events.")]
-Level = Annotated[LogLevel, typer.Option(help="What is logged.")]
-Form = Annotated[LogFormat, typer.Option(help="How it is logged.")]
-
-# ── questions ────────────────────────────────────────────────────────────────────────────────────
+Level = Annotated[LogLevel, typer.Option(help="The lowest level that is logged.")]
+Form = Annotated[LogFormat, typer.Option(help="The form of log lines.")]
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
-
-# Rich is imported where something is laid out: most commands end sooner without it.
+# ── printing ─────────────────────────────────────────────────────────────────────────────────────
 
 WIDTH_WITHOUT_TERMINAL = 120
 Column = tuple[str, Literal["left", "right"]]
 _GAP = 2
-_LEAST = 8
+_MIN_WIDTH = 8
 """Characters between columns, and the least width of the elastic column."""
-_LONGEST = 1000
-"""Characters of a value that are laid out at all: no terminal is wider."""
+_MAX_LENGTH = 1000
+"""The most characters of a value that are printed: no terminal is wider."""
 
 
 def say_json(value: object) -> None:
-    """One JSON object on one line of stdout."""
+    """Print one JSON object on one line of stdout."""
     typer.echo(json.dumps(value, ensure_ascii=False))
 
 
 def say(text: str) -> None:
-    """A line on stdout."""
+    """Print a line on stdout."""
     typer.echo(text)
 
 
 def warn(text: str) -> None:
-    """A line on stderr."""
+    """Print a line on stderr."""
     typer.echo(f"turnlane: {text}", err=True)
 
 
 def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, elastic: str) -> None:
-    """A table, cut to the terminal's width; columns are a title and ``left`` or ``right``.
+    """Print a table, cut to the terminal's width; columns are a title and ``left`` or ``right``.
 
-    The column ``elastic`` gets what the others leave; they are cut only if that is too little.
+    The column ``elastic`` gets the width that the other columns leave. They are cut only if it
+    would be too narrow.
     """
     from rich.cells import cell_len
     from rich.console import Console
@@ -201,27 +196,27 @@ def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, elast
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(highlight=False, width=None if known else WIDTH_WITHOUT_TERMINAL)
     titles = [title for title, _ in columns]
-    rows = [[printable(cell) for cell in row] for row in rows]
+    rows = [[escape_unprintable(cell) for cell in row] for row in rows]
     widths = [max(map(cell_len, cells)) for cells in zip(titles, *rows, strict=True)]
     at = titles.index(elastic)
     room = console.width - sum(widths[:at] + widths[at + 1 :]) - _GAP * (len(columns) - 1)
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for title, side in columns:
-        most = max(room, _LEAST) if title == elastic else None
+        most = max(room, _MIN_WIDTH) if title == elastic else None
         table.add_column(title, justify=side, no_wrap=True, overflow="ellipsis", max_width=most)
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 event``, ``2 events``."""
+def format_count(number: int, noun: str) -> str:
+    """Return ``1 event`` or ``2 events``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def printable(text: str) -> str:
-    """A text that moves no cursor and ends no line: what events and peers say may hold anything."""
-    text = text[:_LONGEST]
+def escape_unprintable(text: str) -> str:
+    """Escape characters that move the cursor or end the line: events may have any character."""
+    text = text[:_MAX_LENGTH]
     if text.isprintable():
         return text
     return "".join(
@@ -229,11 +224,11 @@ def printable(text: str) -> str:
     )
 
 
-def readable(value: bytes | None) -> str:
-    """A value for people: as text if it is printable, else in hex."""
+def format_value(value: bytes | None) -> str:
+    """Return a value for people: as text if it is printable, else in hex."""
     if value is None:
         return ""
-    piece = value[:_LONGEST]
+    piece = value[:_MAX_LENGTH]
     try:
         text = piece.decode(errors="strict" if len(piece) == len(value) else "ignore")
     except UnicodeDecodeError:
@@ -244,21 +239,23 @@ def readable(value: bytes | None) -> str:
 
 
 @contextmanager
-def progress(label: str, total: int, *, of_events: bool = False) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, if that is a terminal, in bytes or in events.
+def show_progress(
+    label: str, total: int, *, of_events: bool = False
+) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on stderr, in bytes or in events, if stderr is a terminal.
 
-    Yields what moves it on.
+    Yields a function that advances it.
     """
     if not sys.stderr.isatty():
         yield lambda _: None
         return
-    bar = _bar(of_events=of_events)
+    bar = _make_bar(of_events=of_events)
     with bar:
         task = bar.add_task(label, total=total)
         yield lambda size: bar.advance(task, size)
 
 
-def _bar(*, of_events: bool) -> Progress:
+def _make_bar(*, of_events: bool) -> Progress:
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -18,10 +18,10 @@ from turnlane.cli.console import (
     TlsCa,
     TokenEnv,
     Yes,
-    moment,
-    reported,
+    parse_moment,
+    report_errors,
 )
-from turnlane.cli.targets import reached
+from turnlane.cli.targets import connect_nodes
 from turnlane.errors import ConfigError, NoSuchQueue
 from turnlane.units import format_duration
 
@@ -48,7 +48,7 @@ _BREAKER_COLUMNS: Final[list[console.Column]] = [
 
 
 @breaker.command(name="list")
-@reported
+@report_errors
 def list_breakers(
     config: OptionalConfig = None,
     *,
@@ -58,7 +58,7 @@ def list_breakers(
     as_json: Json = False,
 ) -> None:
     """List the breakers that tasks have asked since the node was started."""
-    with reached(config, endpoint, token_env, tls_ca) as nodes:
+    with connect_nodes(config, endpoint, token_env, tls_ca) as nodes:
         found = {action: each for node in nodes[::-1] for action, each in node.breakers().items()}
     if as_json:
         for action, each in sorted(found.items()):
@@ -71,7 +71,7 @@ def list_breakers(
 
 
 @breaker.command()
-@reported
+@report_errors
 def reset(
     action: Annotated[str, typer.Argument(metavar="ACTION", help="The action.")],
     config: OptionalConfig = None,
@@ -81,7 +81,7 @@ def reset(
     tls_ca: TlsCa = None,
 ) -> None:
     """Close a breaker: its destination is back, and there is no need to wait for a probe."""
-    with reached(config, endpoint, token_env, tls_ca) as nodes:
+    with connect_nodes(config, endpoint, token_env, tls_ca) as nodes:
         having = [node for node in nodes if action in node.breakers([action])]
         for node in having or nodes[:1]:
             node.reset_breaker(action)
@@ -127,7 +127,7 @@ Limit = Annotated[int | None, typer.Option(min=1, help="At most so many; the old
 
 
 @dlq.command(name="list")
-@reported
+@report_errors
 def list_letters(
     config: OptionalConfig = None,
     *,
@@ -139,7 +139,7 @@ def list_letters(
     """List what there is, by action and reason."""
     from turnlane.client.dead_letters import DeadLetters
 
-    with reached(config, endpoint, token_env, tls_ca) as nodes:
+    with connect_nodes(config, endpoint, token_env, tls_ca) as nodes:
         found = [
             summary
             for node in nodes
@@ -160,7 +160,7 @@ def list_letters(
 
 
 @dlq.command()
-@reported
+@report_errors
 def show(
     action: Action,
     config: OptionalConfig = None,
@@ -179,7 +179,7 @@ def show(
     """Show dead letters, the oldest first: the event, and why it was given up."""
     choice = _choice(reason, since, until, key, where)
     rows: list[dict[str, Any]] = []
-    with reached(config, endpoint, token_env, tls_ca) as nodes:
+    with connect_nodes(config, endpoint, token_env, tls_ca) as nodes:
         for letters in _of_action(nodes, action):
             wanted = None if limit is None else limit - len(rows)
             for piece in letters.chosen(choice, wanted):
@@ -196,7 +196,7 @@ def show(
 
 
 @dlq.command()
-@reported
+@report_errors
 def replay(
     action: Action,
     config: OptionalConfig = None,
@@ -226,7 +226,7 @@ def replay(
     def one(letters: DeadLetters, left: int | None, advance: Callable[[int], None]) -> int:
         return letters.replay(choice, target, left, advance)
 
-    with reached(config, endpoint, token_env, tls_ca) as nodes:
+    with connect_nodes(config, endpoint, token_env, tls_ca) as nodes:
         if to is None and action not in nodes[0].queues():
             message = f"action {action!r} has no queue of its own: say to which they go"
             raise ConfigError("--to", message)
@@ -238,7 +238,7 @@ def replay(
 
 
 @dlq.command()
-@reported
+@report_errors
 def purge(
     action: Action,
     config: OptionalConfig = None,
@@ -261,7 +261,7 @@ def purge(
     def one(letters: DeadLetters, left: int | None, advance: Callable[[int], None]) -> int:
         return letters.purge(choice, left, advance)
 
-    with reached(config, endpoint, token_env, tls_ca) as nodes:
+    with connect_nodes(config, endpoint, token_env, tls_ca) as nodes:
         letters = _of_action(nodes, action)
         count = _counted(letters, choice, limit)
         if count and not yes:
@@ -296,7 +296,7 @@ def _each(
 ) -> int:
     total = sum(letters.count() for letters in every)
     done = 0
-    with console.progress(label, min(total, limit or total), of_events=True) as advance:
+    with console.show_progress(label, min(total, limit or total), of_events=True) as advance:
         for letters in every:
             left = None if limit is None else limit - done
             if left != 0:
@@ -317,7 +317,9 @@ def _choice(
 ) -> LetterFilter:
     from turnlane.client.dead_letters import LetterFilter
 
-    return LetterFilter(reason, moment("--since", since), moment("--until", until), key, where)
+    return LetterFilter(
+        reason, parse_moment("--since", since), parse_moment("--until", until), key, where
+    )
 
 
 def _plain(value: object) -> object:
@@ -341,7 +343,7 @@ def _rows(piece: SelectedLetters) -> Iterator[dict[str, Any]]:
 
 
 def _letters(count: int) -> str:
-    return console.counted(count, "dead letter")
+    return console.format_count(count, "dead letter")
 
 
 def _time(moment: datetime | None) -> str:
@@ -354,8 +356,8 @@ def _lines(row: dict[str, Any]) -> list[str]:
     head = f"{row['offset']}  {time}  {row.get('dead_reason') or ''}"
     why = str(row.get("dead_error") or row.get("parse_error") or "")
     rest = [
-        f"  {name}: {console.printable(str(value))}"
+        f"  {name}: {console.escape_unprintable(str(value))}"
         for name, value in row.items()
         if value is not None and name != "offset" and not name.startswith("dead_")
     ]
-    return [head.rstrip(), f"  {console.printable(why)}", *rest]
+    return [head.rstrip(), f"  {console.escape_unprintable(why)}", *rest]

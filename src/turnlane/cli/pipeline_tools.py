@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from turnlane.cli import console
-from turnlane.cli.console import ConfigFile, ExitCode, reported
-from turnlane.cli.serve import faults_printed, loaded, piped
-from turnlane.cli.spark_session import SparkMissing, find_modules_beside, need_spark, session
+from turnlane.cli.console import ConfigFile, ExitCode, report_errors
+from turnlane.cli.spark_session import SparkMissing, require_spark, start_session
+from turnlane.cli.targets import get_pipeline, load_config, print_config_errors
 from turnlane.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from turnlane.spark.session import Session
 
 
-@reported
+@report_errors
 def try_cases(
     config: ConfigFile,
     cases: Annotated[
@@ -38,15 +38,14 @@ def try_cases(
     ] = False,
 ) -> None:
     """Try cases: events in, and what each action is expected to get. Exit code 1 if one fails."""
-    settings = loaded(config)
-    pipeline = piped(settings)
+    settings = load_config(config)
+    pipeline = get_pipeline(settings)
     wanted = _cases(settings, cases or [])
-    need_spark()
-    find_modules_beside(config)
+    require_spark()
     logging.getLogger("py4j").setLevel(logging.ERROR)
     failed = _tried(settings, pipeline, wanted, as_json=as_json)
     if not as_json:
-        console.say(f"{console.counted(len(wanted), 'case')}, {failed} failed")
+        console.say(f"{console.format_count(len(wanted), 'case')}, {failed} failed")
     if failed:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -54,7 +53,7 @@ def try_cases(
 def _cases(settings: Config, files: list[Path]) -> list[Case]:
     from turnlane.config import load_cases
 
-    with faults_printed():
+    with print_config_errors():
         wanted = [case for file in files for case in load_cases(file, settings)]
         wanted = wanted if files else list(settings.tests)
         if not wanted:
@@ -68,10 +67,10 @@ def _tried(
     """Try all of them; how many failed."""
     from turnlane.spark.pipeline import Pipeline
 
-    spark = session(pipeline.spark, master="local[2]")
+    spark = start_session(pipeline.spark, master="local[2]")
     failed = 0
     try:
-        with faults_printed(settings):
+        with print_config_errors(settings):
             Pipeline(pipeline, {}, spark, Path()).check()
         for case in cases:
             found = _found(spark, pipeline, case)
@@ -112,7 +111,7 @@ def _tell(case: Case, found: list[str], *, as_json: bool) -> None:
 # ``turnlane graph``: a configuration's topology, drawn.
 
 
-@reported
+@report_errors
 def graph(
     config: ConfigFile,
     *,
@@ -124,7 +123,7 @@ def graph(
     from turnlane.pipeline.graph import render_svg as drawn
     from turnlane.pipeline.graph import render_text
 
-    topology = topology_of(loaded(config))
+    topology = build_topology(load_config(config))
     if svg is None:
         for line in render_text(topology, shutil.get_terminal_size((100, 24)).columns):
             console.say(line)
@@ -135,7 +134,7 @@ def graph(
         console.warn(f"drawn in {svg}")
 
 
-def topology_of(config: Config) -> Topology:
+def build_topology(config: Config) -> Topology:
     """The topology to draw. Raises ``ConfigError`` if the configuration has no pipeline."""
     from turnlane.config import get_visible_settings
     from turnlane.pipeline.graph import InputSummary, Topology
@@ -180,20 +179,20 @@ def _where(settings: InputSettings) -> str:
 # ``turnlane init``: a configuration to begin with.
 
 
-@reported
+@report_errors
 def init(
     path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("turnlane.yaml"),
 ) -> None:
     """Write a commented example of a pipeline's configuration. An existing file is left alone."""
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(example())
+            file.write(read_example())
     except FileExistsError:
         console.warn(f"{path} exists; choose another name, or remove it")
         raise typer.Exit(ExitCode.FAILED) from None
     console.say(f"{path} written; next: turnlane validate {path}, turnlane run {path}")
 
 
-def example() -> str:
+def read_example() -> str:
     """The example's text."""
     return resources.files("turnlane.config").joinpath("example.yaml").read_text(encoding="utf-8")

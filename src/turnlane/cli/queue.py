@@ -11,15 +11,23 @@ import pyarrow as pa
 import typer
 
 from turnlane.cli import console
-from turnlane.cli.console import Column, Count, ExitCode, Json, Yes, counted, readable, reported
+from turnlane.cli.console import (
+    Column,
+    Count,
+    ExitCode,
+    Json,
+    Yes,
+    format_count,
+    format_value,
+    report_errors,
+)
 from turnlane.storage.export import (
     ExportFormat,
-    ExportResult,
     convert_to_rows,
     export,
     export_to_file,
+    read_next_events,
 )
-from turnlane.storage.export import read_next_events as next_events
 from turnlane.storage.inspection import (
     QueueRepair,
     RepairResult,
@@ -30,8 +38,7 @@ from turnlane.storage.inspection import (
 from turnlane.storage.verify import QueueAccount, VerificationReport
 from turnlane.storage.walk import EVERYTHING, EventSlice, InspectableQueue, Selection
 
-# ── queue_texts ──
-# How ``turnlane queue`` puts things into words for people.
+# ── texts for people ──
 
 PEEK_COLUMNS: list[Column] = [
     ("offset", "right"),
@@ -43,37 +50,35 @@ PEEK_COLUMNS: list[Column] = [
 _MILLISECONDS = len("2026-01-01T00:00:00.000")
 
 
-def peek_cells(piece: EventSlice) -> Iterator[list[str]]:
-    """The cells of a row for each event."""
+def format_event_row(piece: EventSlice) -> Iterator[list[str]]:
+    """Return the cells of a table's row for each event."""
     keep = [name for name in ("key", "timestamp") if name in piece.block.schema.names]
     values = piece.block.column("value").cast(pa.binary()).to_pylist()
     few = EventSlice(piece.offsets, piece.settled, piece.block.select(keep))
     for row, value in zip(convert_to_rows(few), values, strict=True):
         time = str(row.get("timestamp") or "")[:_MILLISECONDS].replace("T", " ")
-        key = readable(str(row.get("key") or "").encode())
-        yield [str(row["offset"]), time, key, readable(value), "yes" if piece.settled else "no"]
+        key = format_value(str(row.get("key") or "").encode())
+        yield [str(row["offset"]), time, key, format_value(value), "yes" if piece.settled else "no"]
 
 
-def nothing_to_peek(queue: InspectableQueue, first: int | None, *, everything: bool) -> str:
-    """Why there are no events to show."""
+def explain_empty_peek(queue: InspectableQueue, first: int | None, *, everything: bool) -> str:
+    """Say why there are no events to show."""
     if first is not None and first >= queue.end:
         return f"offset {first} is beyond the end: the queue ends before offset {queue.end}"
     there = "there are no events" if everything else "nothing is pending"
     return there if first is None else f"{there} from offset {first} on"
 
 
-def summary(report: VerificationReport) -> str:
-    """The inspected directory."""
-    held = f", open in process {report.running}" if report.running is not None else ""
-    return (
-        f"{report.name}: {counted(report.chunks, 'chunk')}, {counted(report.frames, 'frame')}, "
-        f"{counted(report.events, 'event')} ({report.pending} pending), "
-        f"{counted(report.bytes, 'byte')}{held}"
-    )
+def format_summary(report: VerificationReport) -> str:
+    """Return what the directory has, in one line."""
+    chunks, frames = format_count(report.chunks, "chunk"), format_count(report.frames, "frame")
+    events, size = format_count(report.events, "event"), format_count(report.bytes, "byte")
+    opened = f", open in process {report.running}" if report.running is not None else ""
+    return f"{report.name}: {chunks}, {frames}, {events} ({report.pending} pending), {size}{opened}"
 
 
-def finding_lines(report: VerificationReport) -> Iterator[str]:
-    """Every finding in two lines, and what they come to."""
+def format_findings(report: VerificationReport) -> Iterator[str]:
+    """Return two lines for each finding, then the total."""
     for finding in report.findings:
         label = "FAULT" if finding.fault else "note "
         yield f"{label} {finding.file}, byte {finding.byte}: {finding.what}"
@@ -81,26 +86,26 @@ def finding_lines(report: VerificationReport) -> Iterator[str]:
     if report.clean:
         yield "clean"
     else:
-        lost = f", {counted(report.lost, 'event')} lost" if report.lost else ", no event lost"
-        yield f"{counted(len(report.faults), 'fault')}{lost}"
+        lost = f", {format_count(report.lost, 'event')} lost" if report.lost else ", no event lost"
+        yield f"{format_count(len(report.faults), 'fault')}{lost}"
 
 
-def repaired_lines(done: RepairResult | None, *, needed: bool) -> Iterator[str]:
-    """What a repair has done, if it was done."""
+def format_repair(done: RepairResult | None, *, needed: bool) -> Iterator[str]:
+    """Return what a repair has done; ``done`` is ``None`` if it was not run."""
     if done is None:
         yield "nothing was changed" if needed else "there is nothing to repair"
         return
     reasons = ", ".join(f"{count} {reason}" for reason, count in done.lost.items())
     lost = f"{sum(done.lost.values())} lost: {reasons}" if reasons else "none lost"
-    yield f"repaired: {counted(done.saved, 'pending event')} saved, {lost}"
+    yield f"repaired: {format_count(done.saved, 'pending event')} saved, {lost}"
     if done.recovered_acks:
-        yield f"{counted(done.recovered_acks, 'ack')} recovered from the damaged journal"
+        yield f"{format_count(done.recovered_acks, 'ack')} recovered from the damaged journal"
     for name in done.set_aside:
         yield f"kept: {name}"
 
 
-def ledger_lines(account: QueueAccount) -> Iterator[str]:
-    """The ledger as a table, as a sum, and what it does not include."""
+def format_account(account: QueueAccount) -> Iterator[str]:
+    """Return the ledger as a table and as a sum, then what it does not include."""
     ledger = account.ledger
     entries = [("accepted", ledger.accepted), ("delivered", ledger.delivered)]
     entries.append(("dead", ledger.dead))
@@ -137,7 +142,7 @@ From = Annotated[int | None, typer.Option("--from", min=0, help="Begin with this
 
 
 @queue.command()
-@reported
+@report_errors
 def peek(
     directory: Directory,
     *,
@@ -147,42 +152,42 @@ def peek(
     as_json: Json = False,
 ) -> None:
     """Show the next events that are not settled."""
-    seen = open_inspection(directory)
-    pieces, unreadable = next_events(seen, Selection(first, settled=everything), count)
+    inspected = open_inspection(directory)
+    pieces, unreadable = read_next_events(inspected, Selection(first, settled=everything), count)
     if as_json:
         for piece in pieces:
             for row in convert_to_rows(piece):
                 console.say_json(row)
-        if first is not None and first >= seen.end:
-            console.warn(nothing_to_peek(seen, first, everything=everything))
+        if first is not None and first >= inspected.end:
+            console.warn(explain_empty_peek(inspected, first, everything=everything))
     elif pieces:
         columns = PEEK_COLUMNS if everything else PEEK_COLUMNS[:-1]
-        cells = [row for piece in pieces for row in peek_cells(piece)]
+        cells = [row for piece in pieces for row in format_event_row(piece)]
         console.say_table(columns, [row[: len(columns)] for row in cells], elastic="value")
     else:
-        console.say(nothing_to_peek(seen, first, everything=everything))
+        console.say(explain_empty_peek(inspected, first, everything=everything))
     if unreadable:
         console.warn(f"{unreadable} events among these cannot be read; turnlane queue verify")
 
 
 @queue.command()
-@reported
+@report_errors
 def verify(directory: Directory, *, as_json: Json = False) -> None:
     """Check every byte: name the file and byte of every fault. Exit code 1 if there are any."""
-    seen = open_inspection(directory)
-    with console.progress("verifying", seen.size) as advance:
-        report = seen.verify(advance)
+    inspected = open_inspection(directory)
+    with console.show_progress("verifying", inspected.size) as advance:
+        report = inspected.verify(advance)
     if as_json:
         console.say_json({"path": str(directory), **report.as_dict()})
     else:
-        for line in [summary(report), *finding_lines(report)]:
+        for line in [format_summary(report), *format_findings(report)]:
             console.say(line)
     if not report.clean:
         raise typer.Exit(ExitCode.FAILED)
 
 
 @queue.command()
-@reported
+@report_errors
 def repair(
     directory: Directory,
     *,
@@ -195,17 +200,17 @@ def repair(
     """Make a damaged queue verify as clean; keep in quarantine what cannot be read."""
     size = open_own_inspection(directory).size
     repairing = QueueRepair(directory)
-    with console.progress("verifying", size) as advance:
+    with console.show_progress("verifying", size) as advance:
         report = repairing.plan(advance)
     needed = any(map(is_repairable, report.findings))
     if not as_json:
-        for line in [summary(report), *finding_lines(report)]:
+        for line in [format_summary(report), *format_findings(report)]:
             console.say(line)
     done = None
     if needed and not dry_run:
         if sys.stdin.isatty() and not yes:
             typer.confirm("Repair?", abort=True, err=True)
-        with console.progress("repairing", size) as advance:
+        with console.show_progress("repairing", size) as advance:
             done = repairing.run(advance)
     if as_json:
         result = {"path": str(directory), "dry_run": dry_run, "repaired": done is not None}
@@ -213,12 +218,12 @@ def repair(
         outcome = done or RepairResult(saved=report.pending)
         console.say_json({**result, **outcome.as_dict(), "findings": found})
     else:
-        for line in repaired_lines(done, needed=needed):
+        for line in format_repair(done, needed=needed):
             console.say(line)
 
 
 @queue.command(name="export")
-@reported
+@report_errors
 def export_events(
     directory: Directory,
     *,
@@ -239,13 +244,16 @@ def export_events(
     """Write events as JSON lines or Parquet. Exit code 1 if some could not be read."""
     if (first or 0) > end:
         raise typer.BadParameter(f"--from {first} is beyond --to {end}")
-    chosen = _format_of(target, kind)
-    seen = open_inspection(directory)
+    chosen = _choose_format(target, kind)
+    inspected = open_inspection(directory)
     selection = Selection(first, end, everything)
     if str(target) == "-":
-        done = export(seen, selection, sys.stdout.buffer, chosen)
+        done = export(inspected, selection, sys.stdout.buffer, chosen)
     else:
-        done = _export_to_file(seen, selection, target, chosen, force=force)
+        with console.show_progress("exporting", inspected.size) as advance:
+            done = export_to_file(
+                inspected, selection, target, chosen, force=force, advance=advance
+            )
     result = {"output": str(target), "format": chosen.value, **done._asdict()}
     if as_json and str(target) != "-":
         console.say_json(result)
@@ -256,14 +264,7 @@ def export_events(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _export_to_file(
-    seen: InspectableQueue, selection: Selection, target: Path, kind: ExportFormat, *, force: bool
-) -> ExportResult:
-    with console.progress("exporting", seen.size) as advance:
-        return export_to_file(seen, selection, target, kind, force=force, advance=advance)
-
-
-def _format_of(target: Path, kind: ExportFormat | None) -> ExportFormat:
+def _choose_format(target: Path, kind: ExportFormat | None) -> ExportFormat:
     if str(target) == "-":
         if kind is ExportFormat.PARQUET:
             raise typer.BadParameter("Parquet needs a file: give --output")
@@ -278,16 +279,16 @@ def _format_of(target: Path, kind: ExportFormat | None) -> ExportFormat:
 
 
 @queue.command()
-@reported
+@report_errors
 def ledger(directory: Directory, *, as_json: Json = False) -> None:
     """Show what became of every event. Exit code 1 if that does not add up."""
-    seen = open_own_inspection(directory)
-    account = seen.account()
+    inspected = open_own_inspection(directory)
+    account = inspected.account()
     if as_json:
-        about = {"path": str(directory), "name": seen.name, "running": seen.running}
+        about = {"path": str(directory), "name": inspected.name, "running": inspected.running}
         console.say_json({**about, **account.as_dict()})
     else:
-        for line in ledger_lines(account):
+        for line in format_account(account):
             console.say(line)
     if not account.ledger.adds_up:
         raise typer.Exit(ExitCode.FAILED)

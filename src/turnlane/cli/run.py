@@ -1,4 +1,4 @@
-"""``turnlane run`` and ``turnlane pipeline``: the pipeline, with a node of its own or without."""
+"""``turnlane run`` and ``turnlane pipeline``: a pipeline, with or without a node of its own."""
 
 from __future__ import annotations
 
@@ -19,38 +19,41 @@ from turnlane.cli.console import (
     LogFormat,
     LogLevel,
     log_to_stderr,
-    reported,
+    report_errors,
 )
-from turnlane.cli.node_process import NodeProcess
-from turnlane.cli.process import Signals, notify
-from turnlane.cli.serve import faults_printed, leave, leave_if_stuck, loaded, piped, written
-from turnlane.cli.spark_session import find_modules_beside, modules_beside, need_spark, session
+from turnlane.cli.process import NodeProcess, Signals, exit_if_stuck, exit_now, notify_systemd
+from turnlane.cli.spark_session import SparkStartup, require_spark, start_session
 from turnlane.cli.supervise import (
+    FileStamp,
     NodeFailed,
-    Opening,
-    Operation,
+    PipelineSupervisor,
     Report,
-    Stamp,
-    reporter,
-    stamp,
+    get_stamp,
+    make_reporter,
 )
-from turnlane.cli.targets import default_endpoint
+from turnlane.cli.targets import (
+    add_modules_beside,
+    get_default_endpoint,
+    get_pipeline,
+    list_modules_beside,
+    load_config,
+    print_config_errors,
+    read_config_text,
+)
 from turnlane.errors import ConfigError
 
 if TYPE_CHECKING:
     from turnlane.config import Config
     from turnlane.spark.session import Session
 
-Json = Annotated[bool, typer.Option("--json", help="Tell what happens in lines of JSON.")]
-Reload = Annotated[
-    bool, typer.Option(help="Take the configuration anew whenever the file changes.")
-]
+Json = Annotated[bool, typer.Option("--json", help="Print what happens as lines of JSON.")]
+Reload = Annotated[bool, typer.Option(help="Reload the configuration whenever the file changes.")]
 Master = Annotated[
     str | None, typer.Option(help="Where Spark runs; default: what CONFIG says, or local[*].")
 ]
 
 
-@reported
+@report_errors
 def run(
     config: ConfigFile,
     *,
@@ -62,32 +65,32 @@ def run(
 ) -> None:
     """Run a node and its pipeline on Spark, until SIGTERM or SIGINT.
 
-    The node is a process of its own. SIGHUP, or a change of the file, has the pipeline's part of
-    the configuration taken anew; one with mistakes is rejected, and the running one goes on.
+    The node is a process of its own. SIGHUP, or a change of the file, reloads the pipeline's part
+    of the configuration. An invalid configuration is rejected, and the running one stays.
     """
-    seen = stamp(config)
-    text = written(config)
-    settings = loaded(config, text)
-    piped(settings)
+    stamp = get_stamp(config)
+    text = read_config_text(config)
+    settings = load_config(config, text)
+    get_pipeline(settings)
     _check_for_run(settings)
-    need_spark()
+    require_spark()
     log_to_stderr(log_level, log_format)
     options = [f"--log-level={log_level}", f"--log-format={log_format}"]
     with NodeProcess(config, text, options) as node:
         node.start()
-        _operate(
+        _supervise(
             config,
             settings,
-            _session(config, settings, master, log_level),
-            reporter(as_json=as_json),
-            seen=seen,
+            _make_session_starter(config, settings, master, log_level),
+            make_reporter(as_json=as_json),
+            stamp=stamp,
             node=node,
-            on_cluster=_on_cluster(settings, master),
+            on_cluster=_is_on_cluster(settings, master),
             reload=reload,
         )
 
 
-@reported
+@report_errors
 def pipeline(
     config: ConfigFile,
     *,
@@ -100,64 +103,64 @@ def pipeline(
 ) -> None:
     """Run only the pipeline, against nodes elsewhere, until SIGTERM or SIGINT.
 
-    Queues that the nodes lack are made there; that takes a token with the right to.
+    Missing queues are created on the nodes; the token needs the right to do that.
     """
-    seen = stamp(config)
-    settings = loaded(config)
-    piped(settings)
+    stamp = get_stamp(config)
+    settings = load_config(config)
+    get_pipeline(settings)
     _check_for_pipeline(settings, endpoint)
-    need_spark()
+    require_spark()
     log_to_stderr(log_level, log_format)
-    _operate(
+    _supervise(
         config,
         settings,
-        _session(config, settings, master, log_level),
-        reporter(as_json=as_json),
-        seen=seen,
+        _make_session_starter(config, settings, master, log_level),
+        make_reporter(as_json=as_json),
+        stamp=stamp,
         endpoint=endpoint,
-        on_cluster=_on_cluster(settings, master),
+        on_cluster=_is_on_cluster(settings, master),
         reload=reload,
     )
 
 
-def _session(
+def _make_session_starter(
     path: Path, settings: Config, master: str | None, level: LogLevel
 ) -> Callable[[], Session]:
     token = settings.nodes.token_env
-    return lambda: session(
+    return lambda: start_session(
         settings.spark,
         master=master,
         level=level,
-        modules=modules_beside(path),
+        modules=list_modules_beside(path),
         variables=[] if token is None else [token],
     )
 
 
-def _on_cluster(settings: Config, master: str | None) -> bool:
+def _is_on_cluster(settings: Config, master: str | None) -> bool:
     return not (master or settings.spark.master).startswith("local")
 
 
-def _operate(
+def _supervise(
     path: Path,
     settings: Config,
     make: Callable[[], Session],
     report: Report,
     *,
-    seen: Stamp | None,
+    stamp: FileStamp | None,
     node: NodeProcess | None = None,
     endpoint: str | None = None,
     on_cluster: bool,
     reload: bool,
 ) -> None:
-    find_modules_beside(path)
+    add_modules_beside(path)
     report("spark", "starting Spark")
-    opening = Opening(make)
-    operation = Operation(
+    startup = SparkStartup(make)
+    supervisor = PipelineSupervisor(
         path,
         settings,
-        opening,
+        startup,
         report=report,
-        seen=seen,
+        stamp=stamp,
         node=node,
         endpoint=endpoint,
         on_cluster=on_cluster,
@@ -165,47 +168,47 @@ def _operate(
     )
     with Signals(hangup=True) as signals:
         try:
-            with faults_printed():
-                operation.run(signals)
+            with print_config_errors():
+                supervisor.run(signals)
         except NodeFailed as failed:
             assert node is not None
             node.close()
             with contextlib.suppress(Exception):
-                signals.wait_or(operation.stop)
-            leave(failed.code)  # the node has said itself why
+                signals.wait_or(supervisor.stop)
+            exit_now(failed.code)  # the node has printed the reason
         except BaseException:
-            with contextlib.suppress(Exception):  # what went wrong before is what counts
-                operation.stop()
+            with contextlib.suppress(Exception):  # the first error is the important one
+                supervisor.stop()
             raise
-        notify("STOPPING=1")
-        if not signals.wait_or(operation.stop):
-            report("stopping", "stopping without waiting; once more to end at once")
+        notify_systemd("STOPPING=1")
+        if not signals.wait_or(supervisor.stop):
+            report("stopping", "stopping without waiting; signal again to end immediately")
             if node is not None:
                 signals.wait_or(node.close)
-            leave(ExitCode.FAILED)
+            exit_now(ExitCode.FAILED)
         report("stopped", "stopped")
     sys.stdout.flush()
     if node is not None:
         node.close()
-    leave_if_stuck(0)
+    exit_if_stuck(0)
 
 
 def _check_for_pipeline(settings: Config, endpoint: str | None) -> None:
-    """That the nodes may be reached, before Spark is started for it."""
+    """Check the token and the address of the nodes before Spark starts."""
     from turnlane.client.address import NodeUrl
 
-    with faults_printed(settings):
+    with print_config_errors(settings):
         settings.nodes.token()
     if endpoint is not None or settings.nodes.endpoint is None:
-        NodeUrl.parse(endpoint or default_endpoint(settings))
+        NodeUrl.parse(endpoint or get_default_endpoint(settings))
 
 
 def _check_for_run(settings: Config) -> None:
-    """What a node may be without, and its own pipeline not."""
+    """Check what a node needs for a pipeline of its own: Flight, and a token if it has tokens."""
     from turnlane.service import check
 
     check(settings)
-    with faults_printed(settings):
+    with print_config_errors(settings):
         if not settings.node.flight.enabled:
             raise ConfigError("node.flight.enabled", "must be true: the pipeline reads over Flight")
         if settings.nodes.token() is None and settings.node.tokens:

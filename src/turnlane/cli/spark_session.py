@@ -1,21 +1,24 @@
-"""What commands that need Spark have in common: that it is there, and a session."""
+"""Spark for the commands: whether it is installed, its log level, and a session."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from turnlane.cli.console import LogLevel
 from turnlane.errors import Never, TurnlaneError
+from turnlane.runtime import call_in_thread
 
 if TYPE_CHECKING:
     from turnlane.pipeline.settings import SparkSettings
     from turnlane.spark.session import Session
+
+STARTUP_SECONDS: Final = 30.0
+"""How long a stop waits for a Spark that is still starting: if abandoned, it would leave files."""
 
 _SPARK_LEVELS: Final = {
     LogLevel.ERROR: ("error", "off"),
@@ -23,15 +26,15 @@ _SPARK_LEVELS: Final = {
     LogLevel.INFO: ("warn", "error"),
     LogLevel.DEBUG: ("info", "info"),
 }
-"""Of Spark's words, and of those about its streaming queries."""
+"""The log levels of Spark and of its streaming queries. Spark logs a lot, so they are lower."""
 
 
 class SparkMissing(Never):
     """Spark is not installed, or does not start."""
 
 
-def need_spark() -> None:
-    """Raise, with what to install, if there is no Spark or no Java."""
+def require_spark() -> None:
+    """Raise an error that says what to install if there is no Spark or no Java."""
     if importlib.util.find_spec("pyspark") is None:
         raise SparkMissing("Spark is not installed: pip install 'turnlane[spark]'")
     from turnlane.spark.session import find_java, silence_pyspark_errors
@@ -40,7 +43,7 @@ def need_spark() -> None:
     silence_pyspark_errors()
 
 
-def session(
+def start_session(
     settings: SparkSettings,
     *,
     master: str | None = None,
@@ -48,13 +51,19 @@ def session(
     modules: Sequence[Path] = (),
     variables: Sequence[str] = (),
 ) -> Session:
-    """A session. Not from the main thread, whose SIGINT pyspark would take for itself.
+    """Start a session. Do not call it from the main thread: pyspark would take its SIGINT.
 
     The executors of a cluster get these modules and variables.
     """
-    from turnlane.spark.session import open_session
+    from turnlane.spark.session import JAVA_OPTIONS, SPARK_DEFAULTS, open_session
 
-    conf = {**_logging(level), **settings.conf}
+    spark_level, query_level = _SPARK_LEVELS[level]
+    log_settings = resources.files("turnlane.spark").joinpath("log4j2.properties")
+    options = (
+        f"{SPARK_DEFAULTS[JAVA_OPTIONS]} -Dlog4j2.configurationFile={log_settings} "
+        f"-Dturnlane.log.level={spark_level} -Dturnlane.lane.level={query_level}"
+    )
+    conf = {JAVA_OPTIONS: options, "spark.log.level": spark_level.upper(), **settings.conf}
     settings = settings.model_copy(update={"conf": conf, "master": master or settings.master})
     try:
         return open_session(settings, modules=modules, variables=variables)
@@ -65,28 +74,27 @@ def session(
         raise SparkMissing(f"Spark does not start with {settings.master}: {first}") from error
 
 
-def _logging(level: LogLevel) -> dict[str, str]:
-    """Spark tells of very much: one level less of it than of our own."""
-    from turnlane.spark.session import JAVA_OPTIONS, SPARK_DEFAULTS
+class SparkStartup:
+    """Starts a Spark session on a thread of its own, because that takes seconds."""
 
-    words, lanes = _SPARK_LEVELS[level]
-    place = resources.files("turnlane.spark").joinpath("log4j2.properties")
-    options = (
-        f"{SPARK_DEFAULTS[JAVA_OPTIONS]} -Dlog4j2.configurationFile={place} "
-        f"-Dturnlane.log.level={words} -Dturnlane.lane.level={lanes}"
-    )
-    return {JAVA_OPTIONS: options, "spark.log.level": words.upper()}
+    def __init__(self, make: Callable[[], Session]) -> None:
+        self._future = call_in_thread("turnlane-spark", make)
 
+    def session(self) -> Session:
+        """Wait for the session and return it. Raises the error that prevented it."""
+        return self._future.result()
 
-def modules_beside(config: Path) -> list[Path]:
-    """The modules that are there: files, for packages are installed."""
-    return sorted(config.resolve().parent.glob("*.py"))
+    def check(self) -> None:
+        """Raise ``SparkMissing`` if Spark has started and has ended: no lane can run again."""
+        if not self._future.done() or self._future.exception() is not None:
+            return
+        from turnlane.spark.session import is_jvm_alive
 
+        if not is_jvm_alive():
+            raise SparkMissing("Spark's own process has ended; start turnlane again")
 
-def find_modules_beside(config: Path) -> None:
-    """Let transforms, inputs and outputs be in modules beside it, for Spark's own processes too."""
-    place = str(config.resolve().parent)
-    if place not in sys.path:
-        sys.path.insert(0, place)
-    paths = [place, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    def stop(self) -> None:
+        """End the session if there is one, or one starts within ``STARTUP_SECONDS``."""
+        wait([self._future], STARTUP_SECONDS)
+        if self._future.done() and self._future.exception() is None:
+            self._future.result().stop()

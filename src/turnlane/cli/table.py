@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from turnlane.cli import console
-from turnlane.cli.console import Column, Count, Json, Yes, moment, reported
-from turnlane.cli.targets import Place, Urls, databases, given, places, together
+from turnlane.cli.console import Column, Count, Json, Yes, parse_moment, report_errors
+from turnlane.cli.targets import (
+    ShardTable,
+    Urls,
+    open_databases,
+    open_sharded_database,
+    open_tables,
+    parse_urls,
+)
 from turnlane.errors import ConfigError, NotSupported
 from turnlane.units import format_duration
 
@@ -53,7 +60,7 @@ _APART: Final = {
 """Columns that have a cell of their own, or say little."""
 
 
-def status_cells(place: Place, status: QueueStatus) -> list[str]:
+def format_status_row(place: ShardTable, status: QueueStatus) -> list[str]:
     """A queue in one database."""
     counts = [str(status.counts[state]) for state in STATES]
     lag = format_duration(round(status.lag, 1)) if status.due else ""
@@ -61,7 +68,7 @@ def status_cells(place: Place, status: QueueStatus) -> list[str]:
     return [place.queue.name, place.shard, *counts, *numbers, status.leader or "nobody"]
 
 
-def peek_cells(row: dict[str, Any]) -> list[str]:
+def format_event_row(row: dict[str, Any]) -> list[str]:
     """An event."""
     fires = datetime.fromtimestamp(row["fire_at"] / 1e9, UTC).isoformat(" ", "milliseconds")
     rest = [
@@ -102,7 +109,7 @@ Until = Annotated[str | None, typer.Option(help="Only those due before; likewise
 
 
 @table.command()
-@reported
+@report_errors
 def sql(
     statement: Annotated[
         str,
@@ -124,11 +131,11 @@ def sql(
 
     text = sys.stdin.read() if statement == "-" else statement
     if only_print:
-        with databases(url) as found:
+        with open_databases(url) as found:
             _say_ddl(_ddl(found[0][1], text), as_json=as_json)
         return
     what = "schedule" if isinstance(parse(text), ScheduleStatement) else "queue"
-    with together(url) as all_of_them:
+    with open_sharded_database(url) as all_of_them:
         names = all_of_them.sql(text)
     for name in names:
         if as_json:
@@ -138,16 +145,16 @@ def sql(
 
 
 @table.command()
-@reported
+@report_errors
 def ddl(queue: Queue, *, url: Urls = None, as_json: Json = False) -> None:
     """Print the SQL that makes a queue as it is, for a migration tool."""
-    with databases(url) as found:
+    with open_databases(url) as found:
         catalog = found[0][1].catalog
         _say_ddl(catalog.build_ddl(catalog.get_definition(queue)), as_json=as_json)
 
 
 @table.command()
-@reported
+@report_errors
 def status(
     queue: Annotated[
         str | None, typer.Argument(metavar="[QUEUE]", help="The queue; default: all.")
@@ -157,19 +164,21 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show how many events are in which state, how late the first is, and who leads."""
-    with places(url, queue) as found:
+    with open_tables(url, queue) as found:
         seen = [(place, place.queue.status()) for place in found]
     if as_json:
         for place, each in seen:
             console.say_json({"queue": place.queue.name, "shard": place.shard, **asdict(each)})
     elif seen:
-        console.say_table(STATUS_COLUMNS, [status_cells(*each) for each in seen], elastic="leader")
+        console.say_table(
+            STATUS_COLUMNS, [format_status_row(*each) for each in seen], elastic="leader"
+        )
     else:
         console.say("there are no queues")
 
 
 @table.command()
-@reported
+@report_errors
 def peek(
     queue: Queue,
     *,
@@ -185,7 +194,7 @@ def peek(
 ) -> None:
     """Show events, by the time that they are due."""
     chosen = _selection(state, event_id, name, key, since, until)
-    with places(url, queue) as found:
+    with open_tables(url, queue) as found:
         _check_key(found[0], key)
         rows = [row for place in found for row in place.queue.scan.read_events(chosen, count)]
     rows = sorted(rows, key=lambda row: (row["fire_at"], row["event_id"]))[:count]
@@ -193,13 +202,13 @@ def peek(
         for row in rows:
             console.say_json(shown(row))
     elif rows:
-        console.say_table(PEEK_COLUMNS, [peek_cells(row) for row in rows], elastic="row")
+        console.say_table(PEEK_COLUMNS, [format_event_row(row) for row in rows], elastic="row")
     else:
         console.say("there are none")
 
 
 @table.command()
-@reported
+@report_errors
 def retry(
     queue: Queue,
     *,
@@ -214,14 +223,14 @@ def retry(
 ) -> None:
     """Have dead letters fired again, now; with --state fired, what nobody has acked yet."""
     chosen = _selection(state or ["dead"], event_id, name, key, since, until)
-    with places(url, queue) as found:
+    with open_tables(url, queue) as found:
         _check_key(found[0], key)
         done = sum(place.queue.retry(place.queue.scan.read_ids(chosen)) for place in found)
     _say_done(queue, done, "to be fired again", as_json=as_json)
 
 
 @table.command()
-@reported
+@report_errors
 def cancel(
     queue: Queue,
     *,
@@ -239,20 +248,20 @@ def cancel(
     if not everything and not any((event_id, name, key, since, until)):
         raise ConfigError("--id", "say which events, or --all")
     chosen = _selection(["to_be_fired"], event_id, name, key, since, until)
-    with places(url, queue) as found:
+    with open_tables(url, queue) as found:
         _check_key(found[0], key)
         ids = [(place, place.queue.scan.read_ids(chosen)) for place in found]
         count = sum(len(each) for _, each in ids)
         if count and not yes and sys.stdin.isatty():
             typer.confirm(
-                f"Delete {console.counted(count, 'event')} of {queue}?", abort=True, err=True
+                f"Delete {console.format_count(count, 'event')} of {queue}?", abort=True, err=True
             )
         done = sum(place.queue.cancel(each) for place, each in ids)
     _say_done(queue, done, "cancelled", as_json=as_json)
 
 
 @table.command()
-@reported
+@report_errors
 def reshard(
     queue: Queue,
     *,
@@ -269,11 +278,13 @@ def reshard(
     """Split or merge shards while events come and fire; if it is killed, run it again."""
     from turnlane.table.sharded import connect_shards
 
-    with connect_shards(given(url)) as databases_of_it:
+    with connect_shards(parse_urls(url)) as databases_of_it:
         sharded = databases_of_it.queue(queue)
         teller = _Teller(as_json=as_json)
         moved = (
-            sharded.reshard(given(to), teller.tell) if to else sharded.resume_reshard(teller.tell)
+            sharded.reshard(parse_urls(to), teller.tell)
+            if to
+            else sharded.resume_reshard(teller.tell)
         )
         shards = sharded.map.shards
     if moved is None:
@@ -282,7 +293,7 @@ def reshard(
         now = [{"range": str(each.key_range), "url": each.address} for each in shards]
         console.say_json({"queue": queue, "moved": moved, "shards": now})
     else:
-        console.say(f"{console.counted(moved, 'event')} moved; the shards of {queue}:")
+        console.say(f"{console.format_count(moved, 'event')} moved; the shards of {queue}:")
         for each in shards:
             console.say(f"  {each}")
 
@@ -302,7 +313,7 @@ class _Teller:
             console.say_json({"step": str(progress.step), "moved": progress.moved})
         else:
             console.warn(
-                f"{progress.step}, {console.counted(progress.moved, 'event')} moved so far"
+                f"{progress.step}, {console.format_count(progress.moved, 'event')} moved so far"
             )
 
 
@@ -332,7 +343,7 @@ def _selection(
     )
 
 
-def _check_key(place: Place, keys: list[str] | None) -> None:
+def _check_key(place: ShardTable, keys: list[str] | None) -> None:
     if keys and place.queue.definition.shard_by is None:
         raise ConfigError("--key", f"{place.queue.name!r} has no SHARD BY column")
 
@@ -340,7 +351,7 @@ def _check_key(place: Place, keys: list[str] | None) -> None:
 def _nanoseconds(option: str, text: str | None) -> int | None:
     from turnlane.table.queue import convert_to_nanoseconds
 
-    found = moment(option, text)
+    found = parse_moment(option, text)
     return None if found is None else convert_to_nanoseconds(found)
 
 
@@ -366,4 +377,4 @@ def _say_done(queue: str, count: int, what: str, *, as_json: bool) -> None:
     if as_json:
         console.say_json({"queue": queue, "events": count})
     else:
-        console.say(f"{console.counted(count, 'event')} {what}")
+        console.say(f"{console.format_count(count, 'event')} {what}")

@@ -1,9 +1,11 @@
-"""The queue tables that a command is about: in the databases that it names."""
+"""What a command works on: a configuration, nodes, or queue tables in databases."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,28 +14,92 @@ from urllib.parse import urlsplit
 
 import typer
 
-from turnlane.cli.serve import faults_printed, loaded
+from turnlane.cli.console import ExitCode
 from turnlane.errors import ConfigError
 
 if TYPE_CHECKING:
     from turnlane.client.node_client import Credentials, RemoteNode
     from turnlane.config import Config
+    from turnlane.pipeline.settings import PipelineSettings
     from turnlane.table import Database, ShardedDatabase, TableQueue
     from turnlane.table.shards import ShardSpec
 
-# ── nodes ──
-# The nodes of a command: from a configuration, or at an address.
+# ── the configuration ────────────────────────────────────────────────────────────────────────────
+
+
+def load_config(path: Path, text: str | None = None) -> Config:
+    """Load the settings; print one line for each issue, in the form that editors read, and exit.
+
+    With ``text`` the file is not read: this is its text.
+    """
+    from turnlane.config import load, loads
+
+    add_modules_beside(path)  # they may have inputs and outputs
+    with print_config_errors():
+        return load(path) if text is None else loads(text, str(path))
+
+
+def read_config_text(path: Path) -> str:
+    """Return the text of a configuration, for :func:`load_config`."""
+    from turnlane.config import read_text
+
+    with print_config_errors():
+        return read_text(path)
+
+
+def get_pipeline(config: Config) -> PipelineSettings:
+    """Return the pipeline of a configuration; print an error and exit if it has none."""
+    pipeline = config.pipeline()
+    if pipeline is None:
+        with print_config_errors(config):
+            raise ConfigError("actions", "there are none; turnlane serve runs a node without them")
+    return pipeline
+
+
+@contextlib.contextmanager
+def print_config_errors(config: Config | None = None) -> Iterator[None]:
+    """Print the issues of a configuration with their positions, and exit."""
+    from turnlane.config import ConfigFileError
+
+    try:
+        yield
+    except ConfigError as error:
+        located = error if config is None else config.locate(error)
+        if not isinstance(located, ConfigFileError):
+            raise
+        typer.echo(str(located), err=True)
+        raise typer.Exit(ExitCode.CONFIG) from None
+
+
+def list_modules_beside(config: Path) -> list[Path]:
+    """Return the Python files beside a configuration. Packages have to be installed."""
+    return sorted(config.resolve().parent.glob("*.py"))
+
+
+def add_modules_beside(config: Path) -> None:
+    """Make modules beside a configuration importable, for Spark's own processes too."""
+    place = str(config.resolve().parent)
+    if place not in sys.path:
+        sys.path.insert(0, place)
+    paths = [place, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+
+
+# ── nodes ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
-def reached(
+def connect_nodes(
     config: Path | None, endpoint: str | None, token_env: str | None, tls_ca: Path | None
 ) -> Iterator[list[RemoteNode]]:
-    """The nodes, by number. Raises ``ConfigError``; calls raise ``TransportDown``."""
+    """Connect to the nodes of a configuration, or at an address, in their order.
+
+    Raises ``ConfigError``; calls of the nodes raise ``TransportDown``.
+    """
     from turnlane.client.address import NodeUrl
     from turnlane.client.node_client import RemoteNode
 
-    where, credentials = _given(config, endpoint, token_env, tls_ca)
+    where, credentials = _find_nodes(config, endpoint, token_env, tls_ca)
     url = NodeUrl.parse(where)
     with ExitStack() as opened:
         yield [
@@ -42,7 +108,7 @@ def reached(
         ]
 
 
-def _given(
+def _find_nodes(
     config: Path | None, endpoint: str | None, token_env: str | None, tls_ca: Path | None
 ) -> tuple[str, Credentials]:
     from turnlane.client.node_client import Credentials
@@ -51,36 +117,32 @@ def _given(
         where = endpoint or os.environ.get("TURNLANE_URL")
         if where is None:
             raise typer.BadParameter("give a CONFIG, or --endpoint turnlane://host:port")
-        return where, Credentials(_secret(token_env), tls_ca)
+        token = None if token_env is None else os.environ.get(token_env)
+        if token_env is not None and not token:
+            raise typer.BadParameter(f"the environment variable {token_env} is not set")
+        return where, Credentials(token, tls_ca)
     if token_env is not None or tls_ca is not None:
         raise typer.BadParameter("--token-env and --tls-ca are for --endpoint without a CONFIG")
-    settings = loaded(config)
+    settings = load_config(config)
     nodes = settings.nodes
-    with faults_printed(settings):
+    with print_config_errors(settings):
         token = nodes.token()
     credentials = Credentials(token, nodes.tls_ca, nodes.tls_cert, nodes.tls_key)
-    return endpoint or nodes.endpoint or listening(settings), credentials
+    return endpoint or nodes.endpoint or get_own_endpoint(settings), credentials
 
 
-def _secret(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    found = os.environ.get(variable)
-    if not found:
-        raise typer.BadParameter(f"the environment variable {variable} is not set")
-    return found
+def get_default_endpoint(settings: Config) -> str:
+    """Return the nodes of a pipeline if neither an option nor the section `nodes` names them."""
+    return os.environ.get("TURNLANE_URL") or get_own_endpoint(settings)
 
 
-def default_endpoint(settings: Config) -> str:
-    """Where a pipeline's nodes are if neither an option nor the configuration's `nodes` say so."""
-    return os.environ.get("TURNLANE_URL") or listening(settings)
-
-
-def listening(settings: Config) -> str:
-    """Where a configuration's own node is reached."""
+def get_own_endpoint(settings: Config) -> str:
+    """Return the URL of the node that a configuration describes."""
     flight = settings.node.flight
     return f"turnlane{'' if flight.tls is None else 's'}://{flight.listen}"
 
+
+# ── queue tables ─────────────────────────────────────────────────────────────────────────────────
 
 VARIABLE: Final = "TURNLANE_TABLE_URL"
 
@@ -97,57 +159,55 @@ Urls = Annotated[
 _SHARD: Final = re.compile(r"(?P<range>[0-9a-fA-F]*-[0-9a-fA-F]*)=(?P<url>.+)", re.DOTALL)
 
 
-class Place(NamedTuple):
-    """A queue's table in one database."""
+class ShardTable(NamedTuple):
+    """The table of a queue in one database."""
 
     shard: str
     """The key range of that database."""
     queue: TableQueue
 
 
-def given(urls: list[str] | None) -> list[ShardSpec]:
-    """Addresses and key ranges, as they were given. Raises ``ConfigError``."""
+def parse_urls(urls: list[str] | None) -> list[ShardSpec]:
+    """Return addresses and key ranges. Raises ``ConfigError``."""
     if not urls:
         raise ConfigError("--url", f"name the database, here or in ${VARIABLE}")
     found = []
     for url in urls:
         match = _SHARD.fullmatch(url)
-        found.append((url, "-") if match is None else (match["url"], match["range"]))
-        _check_address(found[-1][0])
+        address, key_range = (url, "-") if match is None else (match["url"], match["range"])
+        try:
+            _ = urlsplit(address).port
+        except ValueError:  # its message may have a part of the password
+            message = "is not an address: its host or its port cannot be read"
+            raise ConfigError("--url", message) from None
+        found.append((address, key_range))
     return found
 
 
-def _check_address(url: str) -> None:
-    try:
-        _ = urlsplit(url).port
-    except ValueError:  # whose words might be a part of the password
-        raise ConfigError("--url", "is no address: its host or its port cannot be read") from None
-
-
 @contextmanager
-def databases(urls: list[str] | None) -> Iterator[list[tuple[str, Database]]]:
-    """The databases, each with its key range. Raises ``ConfigError`` if those do not fit."""
+def open_databases(urls: list[str] | None) -> Iterator[list[tuple[str, Database]]]:
+    """Open the databases, each with its key range. Raises ``ConfigError`` if those do not fit."""
     from turnlane.table import connect
     from turnlane.table.shards import ShardMap
 
-    shards = ShardMap.from_shards(given(urls)).shards
+    shards = ShardMap.from_shards(parse_urls(urls)).shards
     with ExitStack() as opened:
         yield [(str(shard.key_range), opened.enter_context(connect(shard.url))) for shard in shards]
 
 
-def together(urls: list[str] | None) -> ShardedDatabase:
-    """The databases as one. Raises ``ConfigError`` if their key ranges do not fit."""
+def open_sharded_database(urls: list[str] | None) -> ShardedDatabase:
+    """Open all databases as one. Raises ``ConfigError`` if their key ranges do not fit."""
     from turnlane.table import connect_shards
 
-    return connect_shards(given(urls))
+    return connect_shards(parse_urls(urls))
 
 
 @contextmanager
-def places(urls: list[str] | None, name: str | None) -> Iterator[list[Place]]:
-    """The tables of a queue, or of all queues, in all databases. Raises ``NoSuchQueue``."""
-    with databases(urls) as found:
+def open_tables(urls: list[str] | None, name: str | None) -> Iterator[list[ShardTable]]:
+    """Open the tables of a queue, or of all queues, in all databases. Raises ``NoSuchQueue``."""
+    with open_databases(urls) as found:
         yield [
-            Place(shard, database.queue(each))
+            ShardTable(shard, database.queue(each))
             for shard, database in found
             for each in (database.catalog.list_names() if name is None else [name])
         ]
