@@ -180,6 +180,7 @@ class DeliveryRun:
         takes_apart: bool,
     ) -> None:
         self.mailbox: Mailbox = queue.SimpleQueue()
+        self._on_capacity_freed = partial(self.mailbox.put, RunSignal.CAPACITY_FREED)
         self._workers = workers
         self._settings = settings
         self._clock = clock
@@ -266,7 +267,11 @@ class DeliveryRun:
             while self._delayed and self._delayed[0][0] <= now:
                 self._enqueue(heapq.heappop(self._delayed)[1])
             if self._settings.pipelined:
-                self._start_prepares()
+                room = self._concurrency.limit + PREPARED_AHEAD - len(self._ready)
+                while self._waiting and len(self._preparing) < min(MAX_PREPARES, room):
+                    batch = heapq.heappop(self._waiting)
+                    self._preparing.add(batch)
+                    self._workers.prepare(batch, self.mailbox)
             self._start_sends(self._ready if self._settings.pipelined else self._waiting)
         # Asking for permits may have changed what can be sent.
         if self._give_up_at is None and not self._can_send_in_time(now):
@@ -280,35 +285,22 @@ class DeliveryRun:
             return False
         return self._client.not_before <= min(self._deadline, now + MAX_WAIT)
 
-    def _start_prepares(self) -> None:
-        room = self._concurrency.limit + PREPARED_AHEAD - len(self._ready)
-        while self._waiting and len(self._preparing) < min(MAX_PREPARES, room):
-            batch = heapq.heappop(self._waiting)
-            self._preparing.add(batch)
-            self._workers.prepare(batch, self.mailbox)
-
     def _start_sends(self, batches: list[SendBatch]) -> None:
+        self._rate_wait = 0.0
         while batches:
             count = batches[0].prepared or batches[0].search.trial
-            if not self._can_send(count):
+            if not self._client.can_send(self._concurrency.limit, len(self._in_flight)):
+                return
+            self._rate_wait = self._client.get_rate_wait(count, self._deadline)
+            if self._rate_wait > 0:
+                return
+            if not IN_FLIGHT.take(self._settings.max_in_flight, self._on_capacity_freed):
                 return
             batch = heapq.heappop(batches)
             attempt = SendAttempt(batch, count, self._client.start_send(count))
             self._in_flight.add(attempt)
             self._concurrency.on_start(len(self._in_flight))
             self._workers.send(attempt, self.mailbox)
-
-    def _can_send(self, count: int) -> bool:
-        self._rate_wait = 0.0
-        if not self._client.can_send(self._concurrency.limit, len(self._in_flight)):
-            return False
-        self._rate_wait = self._client.get_rate_wait(count, self._deadline)
-        if self._rate_wait > 0:
-            return False
-        return IN_FLIGHT.take(self._settings.max_in_flight, self._on_capacity_freed)
-
-    def _on_capacity_freed(self) -> None:
-        self.mailbox.put(RunSignal.CAPACITY_FREED)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────
 
@@ -367,25 +359,19 @@ class DeliveryRun:
         batch = attempt.batch
         if message.unprepared and error is not None:
             decision = decide_after_failed_prepare(batch, attempt.count, error)
-            self._report_signal(decision, message)
-            self._apply(batch, decision)
-            return
-        if batch.retries:
-            self._client.count_retry(error)
-        decision = decide_after_send(batch, attempt.count, error, self._settings.max_attempts)
-        self._report_signal(decision, message)
-        if error is None:
-            self._most = batch.search.most or self._most
-        is_answer = decision.signal in (AttemptSignal.ANSWERED, AttemptSignal.PARTIAL)
-        self._concurrency.on_finish(
-            self._clock.monotonic(),
-            message.seconds if is_answer else None,
-            is_pushed_back=decision.later is not None,
-        )
-        self._apply(batch, decision)
-
-    def _report_signal(self, decision: AttemptDecision, message: SendFinished) -> None:
-        probe, seconds = message.attempt.probe, message.seconds
+        else:
+            if batch.retries:
+                self._client.count_retry(error)
+            decision = decide_after_send(batch, attempt.count, error, self._settings.max_attempts)
+            if error is None:
+                self._most = batch.search.most or self._most
+            is_answer = decision.signal in (AttemptSignal.ANSWERED, AttemptSignal.PARTIAL)
+            self._concurrency.on_finish(
+                self._clock.monotonic(),
+                message.seconds if is_answer else None,
+                is_pushed_back=decision.later is not None,
+            )
+        probe, seconds = attempt.probe, message.seconds
         match decision.signal:
             case AttemptSignal.FAILED if decision.error is not None:
                 self._client.on_failure(probe, decision.error)
@@ -395,6 +381,7 @@ class DeliveryRun:
                 self._client.on_answer(probe, seconds)
             case _:
                 self._client.on_no_signal(probe)
+        self._apply(batch, decision)
 
     # ── what happens to batches ──────────────────────────────────────────────────────────────────
 

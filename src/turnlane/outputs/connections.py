@@ -11,18 +11,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Generic, Protocol, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from turnlane.errors import Never, RetryLater
 from turnlane.runtime import Closeable
 from turnlane.serving.address import borrow
-from turnlane.validation import ConfigIssue, ContradictorySettings
+from turnlane.validation import ConfigIssue, ContradictorySettings, SettingsModel
 
 
-class ClientTls(BaseModel):
+class ClientTls(SettingsModel):
     """TLS settings of an output. The files are PEM; the task reads them when it connects."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     ca: Path | None = Field(
         default=None, description="The authorities to trust. Default: those of the system."

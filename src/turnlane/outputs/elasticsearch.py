@@ -32,7 +32,6 @@ from turnlane.outputs.http_requests import (
     BlockRows,
     BodyCompression,
     HttpRequest,
-    PreparedRequests,
     RequestOutput,
     RequestOutputSettings,
     RowErrors,
@@ -109,17 +108,13 @@ class ElasticsearchOutput(RequestOutput):
             parameters["pipeline"] = settings.pipeline
         self._url = f"{settings.url}/_bulk?{urlencode(parameters, safe='*,')}"
 
-    def prepare(self, block: Block) -> PreparedRequests:
+    def prepare(self, block: Block) -> list[HttpRequest]:
         """Make one bulk request: for each event a line with the action, and its document."""
-        requests = [self._make_request(block, np.arange(block.num_rows))] if block.num_rows else []
-        return PreparedRequests(block.num_rows, requests)
+        return [self._make_request(block, np.arange(block.num_rows))] if block.num_rows else []
 
     def _make_request(self, block: Block, rows: BlockRows) -> HttpRequest:
-        lines = self._make_lines(select_rows(block, rows))
-        body, headers = self.pack(join_texts(lines).data, _CONTENT_TYPE)
-        return HttpRequest(self._url, body, headers, rows, partial(self._make_request, block))
-
-    def _make_lines(self, block: Block) -> Any:  # noqa: ANN401
+        rebuild = partial(self._make_request, block)
+        block = select_rows(block, rows)
         documents = to_large_binary(block.column("payload"))
         if self.settings.format == "raw":
             # In JSON a line end can only stand between tokens, where a space means the same.
@@ -129,7 +124,9 @@ class ElasticsearchOutput(RequestOutput):
         ids = make_dated_event_ids(block) if self._id is None else self._id.fill(block)
         if ids is not None:
             parts += [_make_scalar('","_id":"'), to_large_binary(escape_json(ids))]
-        return join_columns(*parts, _make_scalar('"}}\n'), documents, _make_scalar("\n"))
+        lines = join_columns(*parts, _make_scalar('"}}\n'), documents, _make_scalar("\n"))
+        body, headers = self.pack(join_texts(lines).data, _CONTENT_TYPE)
+        return HttpRequest(self._url, body, headers, rows, rebuild)
 
     def check_response(self, request: HttpRequest, response: HttpResponse) -> None:
         """Raise ``PartlyDelivered`` with the documents that were not accepted."""

@@ -28,7 +28,6 @@ from turnlane.outputs.http_requests import (
     HeaderText,
     HttpRequest,
     HttpUrl,
-    PreparedRequests,
     RequestOutput,
     RequestOutputSettings,
     select_rows,
@@ -150,22 +149,20 @@ class HttpOutput(RequestOutput):
         has_constant_headers = len(self.get_headers()) == len(self._headers)
         return self.settings.one_by_one or not (is_constant and has_constant_headers)
 
-    def prepare(self, block: Block) -> PreparedRequests:
+    def prepare(self, block: Block) -> list[HttpRequest]:
         """Make one request for all events that have the same URL and headers."""
-        payloads = self._make_payloads(block)
-        requests = [
+        if self._body is not None:
+            escape = None if self.settings.format is BodyFormat.RAW else escape_json
+            payloads = to_large_binary(self._body.fill(block, escape))
+        else:
+            payloads = to_large_binary(block.column("payload"))
+            ids = None if self.settings.event_id is None else make_event_ids(block)
+            if ids is not None:
+                payloads = _add_ids(payloads, ids, self.settings.event_id)
+        return [
             self._make_request(block, payloads, url, headers, rows)
             for rows, url, headers in self._group_rows(block)
         ]
-        return PreparedRequests(block.num_rows, requests)
-
-    def _make_payloads(self, block: Block) -> Any:  # noqa: ANN401
-        if self._body is None:
-            objects = to_large_binary(block.column("payload"))
-            name = self.settings.event_id
-            return objects if name is None else _add_ids(objects, make_event_ids(block), name)
-        escape = None if self.settings.format is BodyFormat.RAW else escape_json
-        return to_large_binary(self._body.fill(block, escape))
 
     def _group_rows(self, block: Block) -> Iterator[tuple[BlockRows, str, Headers]]:
         """Yield the rows of each request with its URL and headers."""
@@ -229,10 +226,8 @@ class HttpOutput(RequestOutput):
             self.require_success(response, url)
 
 
-def _add_ids(objects: Any, ids: pa.Array[Any] | None, name: str) -> Any:  # noqa: ANN401
-    """Add a field with the id to each JSON object; without ids, return the objects unchanged."""
-    if ids is None:
-        return objects
+def _add_ids(objects: Any, ids: pa.Array[Any], name: str | None) -> Any:  # noqa: ANN401
+    """Add a field of this name with the id to each JSON object."""
     head = pa.scalar(f'{{{json.dumps(name)}:"'.encode(), pa.large_binary())
     rest = pc.binary_replace_slice(objects, 0, 1, b"")
     separator = pc.if_else(pc.equal(objects, _EMPTY_OBJECT), _QUOTE, _QUOTE_AND_COMMA)

@@ -38,6 +38,12 @@ _TOO_LARGE: Final = frozenset({413, 414, 431})
 """Body, URL or headers too large: fewer events may fit, and a single one never will."""
 _REFUSED: Final = frozenset({400, 422})
 """Statuses that are about the contents: the same request would fail again."""
+_ERROR_KINDS: Final = {
+    **dict.fromkeys((401, 403, 407), "auth"),
+    **dict.fromkeys((408, 504), "timeout"),
+    429: "rate_limit",
+}
+"""The labels of some statuses in metrics."""
 _WRONG_URL: Final = frozenset({401, 403, 404, 405, 407})
 """Statuses that are about the URL or the rights: requests to another URL may succeed."""
 
@@ -81,21 +87,9 @@ def get_response_error(response: HttpResponse, url: str, now: float) -> Turnlane
         target = response.headers.get("location", "an unknown address")
         return RetryLater(f"{text}; turnlane does not follow redirects, this one leads to {target}")
     after = parse_retry_after(response.headers.get("retry-after"), now)
-    kind = _get_error_kind(response.status)
+    other_kind = "server_error" if response.status >= 500 else "client_error"
+    kind = _ERROR_KINDS.get(response.status, other_kind)
     return RetryLater(text, after=after, alone=response.is_about_url, kind=kind)
-
-
-def _get_error_kind(status: int) -> str:
-    """Return the label of a status in metrics."""
-    match status:
-        case 401 | 403 | 407:
-            return "auth"
-        case 408 | 504:
-            return "timeout"
-        case 429:
-            return "rate_limit"
-        case _:
-            return "server_error" if status >= 500 else "client_error"
 
 
 def parse_retry_after(text: str | None, now: float) -> float | None:

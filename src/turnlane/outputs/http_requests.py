@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from turnlane import __version__
 from turnlane.errors import Never, PartlyDelivered, RetryLater, TurnlaneError
@@ -31,7 +31,7 @@ from turnlane.outputs.connections import ClientTls
 from turnlane.outputs.http_client import HttpClient, HttpLimits, HttpResponse, get_response_error
 from turnlane.runtime import read_secret
 from turnlane.units import Duration
-from turnlane.validation import ConfigIssue, ContradictorySettings
+from turnlane.validation import ConfigIssue, ContradictorySettings, SettingsModel
 
 Headers: TypeAlias = Mapping[str, bytes]
 BlockRows: TypeAlias = npt.NDArray[np.int64]
@@ -48,10 +48,8 @@ higher levels save little and take several times as long."""
 # ── settings ─────────────────────────────────────────────────────────────────────────────────────
 
 
-class HttpAuthSettings(BaseModel):
+class HttpAuthSettings(SettingsModel):
     """How to make the ``Authorization`` header. The secret itself is never in a configuration."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     token_env: str | None = Field(
         default=None, description="The environment variable that has the token."
@@ -199,14 +197,6 @@ class HttpRequest:
         return self.rebuild(self.rows[:middle]), self.rebuild(self.rows[middle:])
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRequests:
-    """The requests that deliver a block of ``rows`` rows."""
-
-    rows: int
-    requests: Sequence[HttpRequest]
-
-
 def select_rows(block: Block, rows: BlockRows) -> Block:
     """Return these rows of a block; the block itself if that is all of them."""
     return block if len(rows) == block.num_rows else block.take(rows)
@@ -291,20 +281,25 @@ class RequestOutput(Output):
 
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
-    def send(self, prepared: PreparedRequests) -> None:
-        """Send the requests one after another.
+    def send(self, prepared: Sequence[HttpRequest]) -> None:
+        """Send the requests one after another; each row of the block is in one of them.
 
-        After an error that may pass, no request is sent that would fail in the same way.
+        After an error that may pass, no request is sent that would fail in the same way. Raises
+        one error if all rows failed with it, or the errors of the rows that failed.
         """
-        is_single = len(prepared.requests) == 1
-        row_errors: RowErrors = {}
+        errors: RowErrors = {}
         url_errors: dict[str, TurnlaneError] = {}
         deadline = time.monotonic() + self.max_send_seconds
-        for number, request in enumerate(prepared.requests):
+        for number, request in enumerate(prepared):
             if number and time.monotonic() >= deadline:
                 url_errors.setdefault(_ALL_URLS, _OUT_OF_TIME)
-            row_errors |= self._send_request(request, url_errors, is_single=is_single)
-        _raise_errors(row_errors, prepared.rows)
+            errors |= self._send_request(request, url_errors, is_single=len(prepared) == 1)
+        if errors:
+            first = next(iter(errors.values()))
+            is_for_all = all(each is first for each in errors.values())
+            if is_for_all and len(errors) == sum(len(each.rows) for each in prepared):
+                raise first
+            raise PartlyDelivered(errors)
 
     def _send_request(
         self, request: HttpRequest, url_errors: dict[str, TurnlaneError], *, is_single: bool
@@ -312,9 +307,17 @@ class RequestOutput(Output):
         """Send a request, and its halves if it is refused; return the errors of its rows."""
         error = url_errors.get(_ALL_URLS) or url_errors.get(request.url)
         if error is None:
-            error = self._try_request(request, url_errors)
-        if error is None:
-            return {}
+            url = _ALL_URLS
+            try:
+                response = self.exchange(request.url, request.body, request.headers)
+                if response.is_about_url:
+                    url = request.url
+                self.check_response(request, self.require_success(response, request.url))
+                return {}
+            except RetryLater as failure:
+                error = url_errors[url] = failure  # other requests would meet it too
+            except TurnlaneError as failure:
+                error = failure
         if isinstance(error, PartlyDelivered):
             return {int(request.rows[at]): each for at, each in error.failures.items()}
         if isinstance(error, Never) and not is_single and len(request.rows) > 1:
@@ -322,23 +325,6 @@ class RequestOutput(Output):
             errors = self._send_request(first, url_errors, is_single=False)
             return errors | self._send_request(second, url_errors, is_single=False)
         return dict.fromkeys(request.rows.tolist(), error)
-
-    def _try_request(
-        self, request: HttpRequest, url_errors: dict[str, TurnlaneError]
-    ) -> TurnlaneError | None:
-        """Send a request once; return its error, noted if other requests would meet it too."""
-        url = _ALL_URLS
-        try:
-            response = self.exchange(request.url, request.body, request.headers)
-            if response.is_about_url:
-                url = request.url
-            self.check_response(request, self.require_success(response, request.url))
-        except RetryLater as error:
-            url_errors[url] = error
-            return error
-        except TurnlaneError as error:
-            return error
-        return None
 
     def cancel(self) -> None:
         self._client.cancel()
@@ -352,13 +338,3 @@ def _merge_headers(headers: Headers, others: Headers) -> Headers:
     replaced = {name.lower() for name in others}
     remaining = {name: value for name, value in headers.items() if name.lower() not in replaced}
     return {**remaining, **others}
-
-
-def _raise_errors(errors: RowErrors, rows: int) -> None:
-    """Raise one error if all rows failed with it, or the errors of the rows that failed."""
-    if not errors:
-        return
-    first = next(iter(errors.values()))
-    if len(errors) == rows and all(each is first for each in errors.values()):
-        raise first
-    raise PartlyDelivered(errors)

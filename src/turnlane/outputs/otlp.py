@@ -6,7 +6,6 @@ Telemetry that came in as OTLP goes out unchanged. All events of a signal are on
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
@@ -37,7 +36,6 @@ from turnlane.outputs.http_requests import (
     BlockRows,
     BodyCompression,
     HttpRequest,
-    PreparedRequests,
     RequestOutput,
     RequestOutputSettings,
     select_rows,
@@ -100,18 +98,17 @@ class OtlpOutput(RequestOutput):
         """The number of records that collectors refused for good while they took the others."""
         return self._rejected
 
-    def prepare(self, block: Block) -> PreparedRequests:
+    def prepare(self, block: Block) -> list[HttpRequest]:
         """Make one request for each signal in the block."""
-        return PreparedRequests(block.num_rows, list(self._make_requests(block)))
-
-    def _make_requests(self, block: Block) -> Iterator[HttpRequest]:
-        signals = _find_signals(block)
+        signals, requests = _find_signals(block), []
         for number, signal in enumerate(Signal):
             is_wanted = signals == number
             if signal is Signal.LOGS:
                 is_wanted |= signals == _NO_SIGNAL
             if is_wanted.any():
-                yield self._make_request(block, signals, signal, np.flatnonzero(is_wanted))
+                rows = np.flatnonzero(is_wanted)
+                requests.append(self._make_request(block, signals, signal, rows))
+        return requests
 
     def _make_request(
         self, block: Block, signals: BlockRows, signal: Signal, rows: BlockRows
@@ -119,26 +116,18 @@ class OtlpOutput(RequestOutput):
         rebuild = partial(self._make_request, block, signals, signal)
         is_other = signals[rows] == _NO_SIGNAL
         # Serialised export requests, concatenated, are one request with the records of all.
-        body = self._join_telemetry(block, rows[~is_other])
-        body += self._make_log_records(block, rows[is_other])
+        body = b""
+        if not is_other.all():
+            telemetry = select_rows(block, rows[~is_other])
+            body += join_texts(to_large_binary(telemetry.column("value"))).data.to_pybytes()
+        if is_other.any():
+            others = select_rows(block, rows[is_other])
+            ids = make_dated_event_ids(others)
+            body += encode_logs_request(others, resource=self.settings.resource, ids=ids)
         key = make_idempotency_key(select_rows(block, rows), body)
         packed, headers = self.pack(body, PROTOBUF, key)
         export = _Export(signal, body, len(rows))
         return HttpRequest(self._get_url(signal), packed, headers, rows, rebuild, context=export)
-
-    def _join_telemetry(self, block: Block, rows: BlockRows) -> bytes:
-        if not len(rows):
-            return b""
-        return join_texts(
-            to_large_binary(select_rows(block, rows).column("value"))
-        ).data.to_pybytes()
-
-    def _make_log_records(self, block: Block, rows: BlockRows) -> bytes:
-        if not len(rows):
-            return b""
-        events = select_rows(block, rows)
-        ids = make_dated_event_ids(events)
-        return encode_logs_request(events, resource=self.settings.resource, ids=ids)
 
     def _get_url(self, signal: Signal) -> str:
         return f"{self.settings.url}/v1/{signal}"

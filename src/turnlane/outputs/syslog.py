@@ -15,9 +15,11 @@ import ssl
 import struct
 import termios
 import time
-from typing import Any, Final, Literal, NamedTuple, Self
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from turnlane.errors import Never, PartlyDelivered, RetryLater, TurnlaneError
 from turnlane.events import Block
@@ -40,7 +42,7 @@ from turnlane.outputs.templates import make_event_ids
 from turnlane.retry import Backoff
 from turnlane.serving.address import Address
 from turnlane.units import Duration
-from turnlane.validation import ConfigIssue, ContradictorySettings
+from turnlane.validation import ConfigIssue, ContradictorySettings, SettingsModel
 
 # ── sockets ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -50,43 +52,33 @@ _CONFIRM_POLL: Final = Backoff(0.0002, 0.02)
 """Seconds between two looks whether the receiver's TCP confirmed everything."""
 
 
-class SocketLimits(NamedTuple):
-    """How long connecting and sending a batch may take, in seconds."""
-
-    connect: float
-    send: float
-
-
 class StreamSocket:
     """A TCP or TLS connection to a receiver."""
 
-    def __init__(
-        self, address: Address, limits: SocketLimits, tls: ClientTls | None, *, confirm: bool
-    ) -> None:
-        self._address = address
-        self._limits = limits
-        self._confirm = confirm
-        context = tls.make_context() if tls is not None else None
+    def __init__(self, settings: SyslogOutputSettings) -> None:
+        self._settings = settings
+        self._address = address = settings.address
+        context = settings.tls.make_context() if settings.protocol == "tls" else None
+        limit = settings.connect_timeout
         try:
-            plain = socket.create_connection((address.host, address.port), limits.connect)
+            plain = socket.create_connection((address.host, address.port), limit)
         except OSError as error:
             raise _make_error(self._address, error) from error
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._socket = plain if context is None else self._start_tls(plain, context)
+            self._socket = plain
+            if context is not None:
+                self._socket = tls = context.wrap_socket(plain, server_hostname=address.host)
+                # In TLS 1.3 the client's handshake ends before the server has checked the client's
+                # certificate. The server's first bytes are a session ticket, or a refusal: then
+                # nothing may be sent.
+                if tls.version() == "TLSv1.3" and not tls.pending():
+                    wait_readable(tls, min(_HANDSHAKE_WAIT, limit))
         except OSError as error:
             plain.close()
             raise _make_error(self._address, error) from error
-        self._socket.settimeout(limits.send)
-
-    def _start_tls(self, plain: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
-        encrypted = context.wrap_socket(plain, server_hostname=self._address.host)
-        # In TLS 1.3 the handshake of the client ends before the server has checked its certificate.
-        # The server's first bytes are a session ticket, or a refusal: then nothing may be sent.
-        if encrypted.version() == "TLSv1.3" and not encrypted.pending():
-            wait_readable(encrypted, min(_HANDSHAKE_WAIT, self._limits.connect))
-        return encrypted
+        self._socket.settimeout(settings.timeout)
 
     @property
     def is_open(self) -> bool:
@@ -96,23 +88,19 @@ class StreamSocket:
     def send(self, messages: JoinedTexts) -> None:
         """Send all messages and wait for the confirmation of TCP. Raises ``RetryLater``."""
         self._check_open()
-        deadline = time.monotonic() + self._limits.send
+        deadline = time.monotonic() + self._settings.timeout
         try:
             self._socket.sendall(memoryview(messages.data))
         except OSError as error:
             raise _make_error(self._address, error) from error
-        if self._confirm:
-            self._await_confirmation(deadline)
-        self._check_open()
-
-    def _await_confirmation(self, deadline: float) -> None:
         looks = 1
-        while unconfirmed := _count_unconfirmed_bytes(self._socket):
+        while self._settings.confirm and (count := _count_unconfirmed_bytes(self._socket)):
             self._check_open()
             if time.monotonic() > deadline:
-                raise RetryLater(f"{self._address} has not confirmed {unconfirmed} bytes in time")
+                raise RetryLater(f"{self._address} has not confirmed {count} bytes in time")
             wait_readable(self._socket, _CONFIRM_POLL.get_wait(looks))  # also ends at a close
             looks += 1
+        self._check_open()
 
     def _check_open(self) -> None:
         error = self._find_error()
@@ -131,7 +119,7 @@ class StreamSocket:
             return error
         finally:
             with contextlib.suppress(OSError):
-                self._socket.settimeout(self._limits.send)
+                self._socket.settimeout(self._settings.timeout)
         return ConnectionResetError("the receiver closed the connection")
 
     def cancel(self) -> None:
@@ -146,8 +134,8 @@ class StreamSocket:
 class DatagramSocket:
     """Sends each message in its own datagram. Lost datagrams are hardly ever noticed."""
 
-    def __init__(self, address: Address, limits: SocketLimits) -> None:
-        self._address = address
+    def __init__(self, settings: SyslogOutputSettings) -> None:
+        self._address = address = settings.address
         try:
             family, kind, proto, _, place = socket.getaddrinfo(
                 address.host, address.port, type=socket.SOCK_DGRAM
@@ -155,7 +143,7 @@ class DatagramSocket:
             self._socket = socket.socket(family, kind, proto)
         except OSError as error:
             raise _make_error(self._address, error) from error
-        self._socket.settimeout(limits.send)
+        self._socket.settimeout(settings.timeout)
         try:
             self._socket.connect(place)
         except OSError as error:
@@ -205,10 +193,8 @@ def _count_unconfirmed_bytes(connection: socket.socket) -> int:
 # ── the output ───────────────────────────────────────────────────────────────────────────────────
 
 
-class SyslogColumns(BaseModel):
+class SyslogColumns(SettingsModel):
     """The columns for the parts of a message. The defaults are the names of `parse: syslog`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     facility: str = Field(default="facility", description="A number from 0 to 23.")
     severity: str = Field(default="severity", description="A number from 0 to 7.")
@@ -280,18 +266,15 @@ class SyslogOutputSettings(OutputSettings):
         return frozenset() if self.format == "raw" else None
 
     @model_validator(mode="after")
-    def _check_tls(self) -> Self:
+    def _check_combinations(self) -> Self:
+        issues = []
         if self.tls != ClientTls() and self.protocol != "tls":
-            raise ContradictorySettings(
-                [ConfigIssue("tls", f"needs protocol: tls, not {self.protocol}")]
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_event_id(self) -> Self:
+            issues.append(ConfigIssue("tls", f"needs protocol: tls, not {self.protocol}"))
         if self.event_id is not None and self.format != "rfc5424":
             message = f"needs format: rfc5424; {self.format} has no structured data"
-            raise ContradictorySettings([ConfigIssue("event_id", message)])
+            issues.append(ConfigIssue("event_id", message))
+        if issues:
+            raise ContradictorySettings(issues)
         return self
 
 
@@ -310,28 +293,27 @@ class SyslogOutput(Output):
             settings.hostname or socket.gethostname(),
             settings.app_name,
         )
-        self._sockets: ConnectionPool[StreamSocket | DatagramSocket] = ConnectionPool(self._connect)
+        kind = DatagramSocket if settings.protocol == "udp" else StreamSocket
+        connect: Callable[[], StreamSocket | DatagramSocket] = partial(kind, settings)
+        self._sockets = ConnectionPool(connect)
 
     def prepare(self, block: Block) -> Any:  # noqa: ANN401
         """Return the framed messages in one buffer."""
         settings = self.settings
-        messages = self._format_messages(block)
+        match settings.format:
+            case "raw":
+                messages = to_large_binary(block.column("payload"))
+            case "rfc3164":
+                messages = format_rfc3164(block, self._names, self._otherwise)
+            case "rfc5424":
+                element = settings.event_id
+                ids = None if element is None else make_event_ids(block)
+                named_ids = None if element is None or ids is None else (element, ids)
+                messages = format_rfc5424(block, self._names, self._otherwise, named_ids)
         if settings.protocol != "udp":
             is_counted = settings.framing == "octet"
             messages = frame_by_length(messages) if is_counted else frame_by_newline(messages)
         return join_texts(messages)
-
-    def _format_messages(self, block: Block) -> Any:  # noqa: ANN401
-        element = self.settings.event_id
-        match self.settings.format:
-            case "raw":
-                return to_large_binary(block.column("payload"))
-            case "rfc3164":
-                return format_rfc3164(block, self._names, self._otherwise)
-            case "rfc5424":
-                found = None if element is None else make_event_ids(block)
-                ids = None if element is None or found is None else (element, found)
-                return format_rfc5424(block, self._names, self._otherwise, ids)
 
     def send(self, prepared: Any) -> None:  # noqa: ANN401
         messages: JoinedTexts = prepared
@@ -348,11 +330,3 @@ class SyslogOutput(Output):
 
     def close(self) -> None:
         self._sockets.close()
-
-    def _connect(self) -> StreamSocket | DatagramSocket:
-        settings = self.settings
-        limits = SocketLimits(settings.connect_timeout, settings.timeout)
-        if settings.protocol == "udp":
-            return DatagramSocket(settings.address, limits)
-        tls = settings.tls if settings.protocol == "tls" else None
-        return StreamSocket(settings.address, limits, tls, confirm=settings.confirm)
