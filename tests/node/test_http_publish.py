@@ -32,7 +32,7 @@ from turnlane.node.http.events import (
     format_timestamp,
     parse_timestamp,
 )
-from turnlane.node.http.publish import _Follower, _publish
+from turnlane.node.http.publish import _LevelWaiters, _publish
 from turnlane.node.node import Node
 from turnlane.queues.api import Ack, AckLevel, Durability
 from turnlane.queues.buffered import BufferedQueue
@@ -393,10 +393,10 @@ def test_the_time_of_a_request_includes_its_wait_for_a_thread(tmp_path: Path) ->
 
 def test_events_that_a_disk_lost_are_told_to_everyone_whose_they_might_be(tmp_path: Path) -> None:
     async def hear_of_a_loss(queue: BufferedQueue) -> None:
-        follower = _Follower(queue, AckLevel.DELIVERED, asyncio.get_running_loop())
+        follower = _LevelWaiters(queue, AckLevel.DELIVERED, asyncio.get_running_loop())
         waits = [asyncio.create_task(follower.wait(end, time.monotonic() + 20)) for end in (1, 2)]
         await asyncio.sleep(0)
-        follower._hear(Ack(1, 1, 2, AckLevel.DELIVERED, Durability.ALWAYS))
+        follower._on_ack(Ack(1, 1, 2, AckLevel.DELIVERED, Durability.ALWAYS))
         for wait in waits:
             with pytest.raises(StorageFailed, match="lost events"):
                 await wait

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -252,7 +252,7 @@ class TestCommitUnderWay:
         asked, planned = threading.Event(), threading.Event()
         real = CommitLocks.acquire
 
-        def late(keys: CommitLocks, wanted: Iterable[str]) -> LockSet:
+        def late(keys: CommitLocks, wanted: set[str]) -> LockSet:
             asked.set()
             assert planned.wait(PATIENCE)
             return real(keys, wanted)

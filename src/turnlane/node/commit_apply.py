@@ -246,7 +246,7 @@ class StagePublisher:
                 queue = self._queues[part.queue]
                 while not producer.flush(None if deadline is None else POLL_SECONDS):
                     queue.check_open()
-                    if _is_failing(queue) or deadline is None or time.monotonic() > deadline:
+                    if queue.storage_failure or deadline is None or time.monotonic() > deadline:
                         raise RetryLater(f"queue {queue.name!r} has not persisted a commit yet")
 
     def wait_until_persisted_or_failing(self) -> None:
@@ -254,7 +254,7 @@ class StagePublisher:
         for part, producer in self._producers.items():
             with self._end_if_dropped(part):
                 queue = self._queues[part.queue]
-                while not (producer.flush(POLL_SECONDS) or _is_failing(queue)):
+                while not (producer.flush(POLL_SECONDS) or queue.storage_failure):
                     queue.check_open()
 
     @contextlib.contextmanager
@@ -269,10 +269,6 @@ class StagePublisher:
                 "commit.target_dropped", queue=part.queue, hint="its events are dropped too"
             )
             self._ended.add(part)
-
-
-def _is_failing(queue: BufferedQueue) -> bool:
-    return bool(queue.storage_failure)
 
 
 # ── the whole commit ─────────────────────────────────────────────────────────────────────────────
@@ -354,7 +350,13 @@ class CommitJob:
         self.failed = replace(self.plan, parts=parts, ranges=ranges, writer=None, epoch=0)
         if self._path is not None:
             self._finish_record(self._path)
-        self._discard_stages()
+        done = self._stages.difference(self.failed.stages)
+        self._context.staging.release_claims(done)
+        for stage in done:
+            try:
+                self._context.staging.discard(stage)
+            except OSError as error:
+                log.warning("commit.stage_not_removed", stage=stage, error=error)
 
     @property
     def failed_locks(self) -> set[str]:
@@ -393,15 +395,6 @@ class CommitJob:
             hint="the rest is kept in the .failed record; every start tries it again",
         )
 
-    def _discard_stages(self) -> None:
-        done = self._stages.difference(self.failed.stages)
-        self._context.staging.release_claims(done)
-        for stage in done:
-            try:
-                self._context.staging.discard(stage)
-            except OSError as error:
-                log.warning("commit.stage_not_removed", stage=stage, error=error)
-
     # ── parts ────────────────────────────────────────────────────────────────────────────────────
 
     def _publish(self, deadline: float | None) -> list[CommitPart]:
@@ -431,16 +424,15 @@ class CommitJob:
     ) -> Collection[CommitPart]:
         """Publish parts; return the parts that their queues refuse."""
         publisher = StagePublisher(group, self._queues, self._is_dropped)
-        if any(self._may_wait_in_memory(part) for part in group):
+        if any(
+            self._queues[part.queue].stored_id and self._context.staging.is_diskless(part.stage)
+            for part in group
+        ):
             self._publish_or_keep_in_memory(publisher, *group)
         else:
             publisher.publish_all(self._context.staging, None if deadline is None else 0.0)
             publisher.wait_until_persisted(deadline)
         return publisher.refused
-
-    def _may_wait_in_memory(self, part: CommitPart) -> bool:
-        is_stored = bool(self._queues[part.queue].stored_id)
-        return is_stored and self._context.staging.is_diskless(part.stage)
 
     def _publish_or_keep_in_memory(self, publisher: StagePublisher, part: CommitPart) -> None:
         """Publish a part without waiting for a failing disk."""

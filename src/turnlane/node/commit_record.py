@@ -13,7 +13,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -108,14 +108,7 @@ class CommitPlan:
 
     def to_json(self) -> bytes:
         """Return the content of the record's file."""
-        values = {
-            "parts": self.parts,
-            "ranges": self.ranges,
-            "writer": self.writer,
-            "epoch": self.epoch,
-            "ids": self.ids,
-        }
-        return json.dumps(values).encode()
+        return json.dumps({each.name: getattr(self, each.name) for each in fields(self)}).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> CommitPlan:
@@ -124,9 +117,7 @@ class CommitPlan:
         return cls(
             [CommitPart(*part) for part in values["parts"]],
             [SettleRange(*each[:3], *map(Outcome, each[3:])) for each in values["ranges"]],
-            values["writer"],
-            values["epoch"],
-            values["ids"],
+            *(values[name] for name in ("writer", "epoch", "ids")),
         )
 
 

@@ -37,8 +37,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -80,15 +80,13 @@ FILL_SECONDS: Final = 0.5
 _FAILED_RECORD: Final = "an earlier commit is kept as .failed"
 
 
+@dataclass(eq=False, slots=True)
 class LockSet:
     """The locks of one commit."""
 
-    __slots__ = ("names", "stuck")
-
-    def __init__(self, names: Iterable[str], stuck: str = "") -> None:
-        self.names = frozenset(names)
-        self.stuck = stuck
-        """Why the commit is incomplete although no thread works on it; else empty."""
+    names: set[str]
+    stuck: str = ""
+    """Why the commit is incomplete although no thread works on it; else empty."""
 
 
 class CommitLocks:
@@ -104,7 +102,7 @@ class CommitLocks:
         self._changed = threading.Condition()
         self._closing = False
 
-    def acquire(self, names: Iterable[str]) -> LockSet:
+    def acquire(self, names: set[str]) -> LockSet:
         """Wait until all these locks are free, and take them.
 
         Raises ``RetryLater`` if one is stuck until the next start, ``QueueClosed`` if the node is
@@ -118,7 +116,7 @@ class CommitLocks:
             self._sets.append(locks)
         return locks
 
-    def enqueue(self, names: Iterable[str], stuck: str = "") -> LockSet:
+    def enqueue(self, names: set[str], stuck: str = "") -> LockSet:
         """Add a lock set behind the present holders, without waiting."""
         locks = LockSet(names, stuck)
         with self._changed:

@@ -53,12 +53,9 @@ class Leases(Closeable):
     ) -> BatchLease:
         """Take a batch from the queue under a new lease. Raises like :meth:`Queue.get`."""
         batch = queue.get(max_events, timeout=wait)
-        lease = BatchLease(queue.name, batch, time.monotonic() + seconds, seconds, holder)
-        with self._changed:
-            if not self._closed:
-                self._leases[lease.id] = lease
-                self._push(lease)
-                return lease
+        lease = BatchLease(queue.name, batch, 0.0, seconds, holder)
+        if self._add(lease):
+            return lease
         batch.release()
         raise QueueClosed("the node is closing")
 
@@ -77,15 +74,15 @@ class Leases(Closeable):
 
     def done(self, lease_id: str) -> None:
         """Settle the batch as delivered. Raises ``NoSuchLease`` if the lease has expired."""
-        self._end(lease_id, lambda batch: batch.done())
+        self._end(lease_id, Batch.done)
 
     def dead(self, lease_id: str) -> None:
         """Settle the batch as undeliverable."""
-        self._end(lease_id, lambda batch: batch.dead())
+        self._end(lease_id, Batch.dead)
 
     def release(self, lease_id: str) -> None:
         """Release the batch, so that another consumer gets it."""
-        self._end(lease_id, lambda batch: batch.release())
+        self._end(lease_id, Batch.release)
 
     def close(self) -> None:
         """Release all batches. May be called again."""
@@ -119,18 +116,19 @@ class Leases(Closeable):
         try:
             verb(lease.batch)
         except BaseException:
-            self._take_back(lease)
+            if not self._add(lease):
+                lease.batch.release()
             raise
 
-    def _take_back(self, lease: BatchLease) -> None:
+    def _add(self, lease: BatchLease) -> bool:
+        """Start or restart the time of a lease; false if the node is closing."""
         with self._changed:
-            closed = self._closed
-            if not closed:
-                lease.expires = time.monotonic() + lease.seconds
-                self._leases[lease.id] = lease
-                self._push(lease)
-        if closed:
-            lease.batch.release()
+            if self._closed:
+                return False
+            lease.expires = time.monotonic() + lease.seconds
+            self._leases[lease.id] = lease
+            self._push(lease)
+            return True
 
     def _push(self, lease: BatchLease) -> None:
         heapq.heappush(self._due, (lease.expires, lease.id))

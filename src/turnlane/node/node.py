@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import pyarrow as pa
 
@@ -148,21 +148,11 @@ def delete_dropped_queue(path: Path) -> None:
         )
 
 
-class OrphanQueue(NamedTuple):
-    """A queue with events on the disk that the node does not open.
+def warn_of_orphan_queues(directory: Path, opened: Collection[Path], disk: Disk) -> None:
+    """Warn about the queues in ``directory`` that hold events and are not among ``opened``.
 
-    It is not in the configuration any more, or has another kind now. Nothing reads its events, so
-    the node warns about it.
+    Such a queue is not in the configuration any more, or has another kind now.
     """
-
-    path: Path
-    pending: int
-
-
-def find_orphan_queues(
-    directory: Path, opened: Collection[Path], disk: Disk
-) -> Iterator[OrphanQueue]:
-    """Yield the queues in ``directory`` that hold events and are not among ``opened``."""
     try:
         names = disk.listing(directory)
     except FileNotFoundError:
@@ -171,26 +161,30 @@ def find_orphan_queues(
         if path in opened or not path.is_dir() or path.name.startswith(DROPPED_PREFIX):
             continue
         try:
-            pending = _pending(QueueInspection(path, disk))
+            pending = _count_pending(QueueInspection(path, disk))
         except (NotAQueue, OSError) as error:
             log.warning("queue.orphan_unreadable", path=path, error=error)
             continue
         if pending:
-            yield OrphanQueue(path, pending)
+            log.warning(
+                "queue.orphan_found",
+                path=path,
+                events=pending,
+                hint=f"no queue reads these events: configure a queue {path.name!r} on disk, or "
+                "delete the directory",
+            )
 
 
-def _pending(queue: QueueInspection) -> int:
-    """Return the number of unsettled events. Reads only the last segment."""
-    low = queue.low(queue.state)
-    end = max(queue.state.floor, _end(queue))
-    return end - low - queue.settled.overlap(low, end) if end > low else 0
+def _count_pending(queue: QueueInspection) -> int:
+    """Return the number of unsettled events.
 
-
-def _end(queue: QueueInspection) -> int:
-    """Return the end of the log. Offsets are consecutive, so the last segment has it."""
+    Offsets are consecutive, so only the last segment has to be read.
+    """
     last = [segment for segment in queue.segments if segment.is_last]
     walk = SegmentWalk(queue.disk, last, lambda _first, _end: False)
-    return max((item.end for item in walk if isinstance(item, IntactFrame)), default=0)
+    ends = [item.end for item in walk if isinstance(item, IntactFrame)]
+    low, end = queue.low(queue.state), max(queue.state.floor, *ends, 0)
+    return end - low - queue.settled.overlap(low, end) if end > low else 0
 
 
 class Housekeeping(Closeable):
@@ -288,19 +282,9 @@ class Node(Closeable):
                 )
             )
             self._close_all = opened.pop_all().close
-        self._warn_of_orphans()
+        paths = [queue.settings.path for queue in self._queues.values() if queue.settings.path]
+        warn_of_orphan_queues(data / "queues", paths, self._disk)
         log.info("node.started", data=data, queues=len(self._queues), recovered_commits=recovered)
-
-    def _warn_of_orphans(self) -> None:
-        opened = [queue.settings.path for queue in self._queues.values() if queue.settings.path]
-        for path, pending in find_orphan_queues(self.data / "queues", opened, self._disk):
-            log.warning(
-                "queue.orphan_found",
-                path=path,
-                events=pending,
-                hint=f"no queue reads these events: configure a queue {path.name!r} on disk, or "
-                "delete the directory",
-            )
 
     def list_queues_without_action(self) -> Iterator[tuple[str, int]]:
         """Yield the queues with events that a pipeline created and the configuration lacks."""

@@ -16,31 +16,7 @@ from turnlane.logs import get_logger
 from turnlane.node.breakers import BreakerRequest
 from turnlane.node.commit_record import Commit, SettleRange
 from turnlane.node.commits import get_free_capacity
-from turnlane.node.flight.messages import (
-    AbortCommand,
-    BreakerCommand,
-    BreakersCommand,
-    ClaimCommand,
-    Command,
-    CommitCommand,
-    CreateCommand,
-    EmptyCommand,
-    ExtendCommand,
-    FullCommand,
-    LaneRunCommand,
-    LeaseCommand,
-    OptionalQueueCommand,
-    PermitCommand,
-    PlanCommand,
-    PurgeCommand,
-    QueueCommand,
-    ReportCommand,
-    SettleSpanCommand,
-    UnsettledCommand,
-    WaitCommand,
-    WriterCommand,
-    parse_command,
-)
+from turnlane.node.flight import messages
 from turnlane.node.flight.read import AbortableWait
 from turnlane.node.lanes import LanePlan
 from turnlane.node.node import Node
@@ -92,18 +68,18 @@ class Actions:
         if action is None:
             known = ", ".join(ACTIONS)
             raise NotSupported(f"there is no action {kind[:80]!r}; there are: {known}")
-        command: Any = parse_command(action.command, body)
+        command: Any = messages.parse_command(action.command, body)
         if action.right is None:
             caller.authority.identify(caller.bearer)
         else:
             caller.check(action.right, command.queue)
         return action.do(self, command, caller)
 
-    def ping(self, _: EmptyCommand, _caller: Caller) -> Answer:
+    def ping(self, _: messages.Command, _caller: Caller) -> Answer:
         """Return the instance of the node, and the number of its queues."""
         return {"instance": self._node.instance, "queues": len(self._node.queues())}
 
-    def queues(self, _: EmptyCommand, caller: Caller) -> Answer:
+    def queues(self, _: messages.Command, caller: Caller) -> Answer:
         """Return the queues that the caller may use, with their settings."""
         return {
             name: queue.settings.model_dump(mode="json", exclude_unset=True, exclude={"path"})
@@ -111,7 +87,7 @@ class Actions:
             if any(caller.has_right(right, name) for right in Right)
         }
 
-    def stats(self, command: OptionalQueueCommand, caller: Caller) -> Answer:
+    def stats(self, command: messages.OptionalQueueCommand, caller: Caller) -> Answer:
         """Return ledger, gauges and counters of a queue, or of all that the caller may read."""
         if command.queue is not None:
             caller.check(Right.READ, command.queue)
@@ -123,19 +99,19 @@ class Actions:
             if caller.has_right(Right.READ, name)
         }
 
-    def create(self, command: CreateCommand, _: Caller) -> Answer:
+    def create(self, command: messages.CreateCommand, _: Caller) -> Answer:
         """Create a queue."""
         known = command.queue in self._node.queues()
         create = self._node.create_for_action if command.by_pipeline else self._node.create
         create(command.queue, **command.knobs)
         return {"created": not known}
 
-    def drop(self, command: QueueCommand, _: Caller) -> Answer:
+    def drop(self, command: messages.QueueCommand, _: Caller) -> Answer:
         """Delete a queue with all its events."""
         self._node.drop(command.queue)
         return {}
 
-    def wait(self, command: WaitCommand, caller: Caller) -> Answer:
+    def wait(self, command: messages.WaitCommand, caller: Caller) -> Answer:
         """Wait until the end of a queue is beyond an offset."""
         queue = self._node.queue(command.queue)
         for seconds in AbortableWait(command.timeout, caller.is_abandoned).slices():
@@ -143,7 +119,7 @@ class Actions:
                 break
         return {"end": queue.end, "low": queue.low, "queue_id": queue.queue_id}
 
-    def unsettled(self, command: UnsettledCommand, caller: Caller) -> Answer:
+    def unsettled(self, command: messages.UnsettledCommand, caller: Caller) -> Answer:
         """Return unsettled offsets of a queue; wait until there are some."""
         queue = self._node.queue(command.queue)
         for seconds in AbortableWait(command.timeout, caller.is_abandoned).slices():
@@ -164,7 +140,9 @@ class Actions:
         kept = 0 if command.lane is None else self._node.lanes.count_kept(command.lane)
         return {**found._asdict(), "low": queue.low, "kept": kept}
 
-    def _wait_for_room(self, command: UnsettledCommand, caller: Caller, seconds: float) -> int:
+    def _wait_for_room(
+        self, command: messages.UnsettledCommand, caller: Caller, seconds: float
+    ) -> int:
         """Return how many events a lane can commit; wait ``seconds`` for room if there is none.
 
         A batch that does not fit would be sent to the other outputs of the lane again and again.
@@ -177,11 +155,11 @@ class Actions:
             room = self._get_room(command)
         return room
 
-    def _get_room(self, command: UnsettledCommand) -> int:
+    def _get_room(self, command: messages.UnsettledCommand) -> int:
         rooms = (get_free_capacity(self._node.queue(name)) for name in command.into)
         return min((each for each in rooms if each is not None), default=command.events)
 
-    def full(self, command: FullCommand, caller: Caller) -> Answer:
+    def full(self, command: messages.FullCommand, caller: Caller) -> Answer:
         """Return the queues that have no room for a commit."""
         queues = self._node.queues()
         mine = [name for name in command.queues if caller.has_right(Right.PUBLISH, name)]
@@ -191,7 +169,7 @@ class Actions:
             ]
         }
 
-    def settle(self, command: SettleSpanCommand, _: Caller) -> Answer:
+    def settle(self, command: messages.SettleSpanCommand, _: Caller) -> Answer:
         """Settle offsets that were read, if the queue has the expected id."""
         queue = self._node.queue(command.queue)
         is_meant = command.queue_id in (None, queue.queue_id)
@@ -199,31 +177,31 @@ class Actions:
             queue.settle(command.first, command.end)
         return {"settled": is_meant}
 
-    def done(self, command: LeaseCommand, caller: Caller) -> Answer:
+    def done(self, command: messages.LeaseCommand, caller: Caller) -> Answer:
         """Settle a batch as delivered."""
         self._node.leases.done(self._check_lease(command, caller))
         return {}
 
-    def dead(self, command: LeaseCommand, caller: Caller) -> Answer:
+    def dead(self, command: messages.LeaseCommand, caller: Caller) -> Answer:
         """Settle a batch as undeliverable."""
         self._node.leases.dead(self._check_lease(command, caller))
         return {}
 
-    def release(self, command: LeaseCommand, caller: Caller) -> Answer:
+    def release(self, command: messages.LeaseCommand, caller: Caller) -> Answer:
         """Release a batch, so that another consumer gets it."""
         self._node.leases.release(self._check_lease(command, caller))
         return {}
 
-    def extend(self, command: ExtendCommand, caller: Caller) -> Answer:
+    def extend(self, command: messages.ExtendCommand, caller: Caller) -> Answer:
         """Extend the lease of a batch."""
         self._node.leases.extend(self._check_lease(command, caller), command.seconds)
         return {}
 
-    def _check_lease(self, command: LeaseCommand, caller: Caller) -> str:
+    def _check_lease(self, command: messages.LeaseCommand, caller: Caller) -> str:
         caller.check(Right.READ, self._node.leases.find(command.lease).queue)
         return command.lease
 
-    def commit(self, command: CommitCommand, caller: Caller) -> Answer:
+    def commit(self, command: messages.CommitCommand, caller: Caller) -> Answer:
         """Publish stages and settle ranges atomically."""
         self._check_stages(command.stages, caller)
         ranges = [SettleRange(span.queue, span.first, span.end) for span in command.ranges]
@@ -240,7 +218,7 @@ class Actions:
             self._node.lanes.mark_committed(str(command.lane), command.run, command.kept)
         return {"committed": committed}
 
-    def _find_plan(self, command: CommitCommand) -> LanePlan | None:
+    def _find_plan(self, command: messages.CommitCommand) -> LanePlan | None:
         """Return the plan whose offsets the commit of a lane settles. Raises ``LaneTaken``."""
         if command.lane is None:
             return None
@@ -260,7 +238,7 @@ class Actions:
         is_new = any(map(self._node.staging.find_contents, command.stages))
         return None if is_new and lanes.is_committed(command.lane) else planned
 
-    def plan(self, command: PlanCommand, caller: Caller) -> Answer:
+    def plan(self, command: messages.PlanCommand, caller: Caller) -> Answer:
         """Store the offsets that a lane reads now, for its commit."""
         taken_from = self._node.lanes.get_queue_name(command.lane)
         if taken_from is not None:
@@ -277,13 +255,13 @@ class Actions:
         self._node.lanes.plan(command.lane, command.run, nothing._replace(spans=spans))
         return {"spans": spans}
 
-    def planned(self, command: LaneRunCommand, caller: Caller) -> Answer:
+    def planned(self, command: messages.LaneRunCommand, caller: Caller) -> Answer:
         """Return the number of the batch that a run of a lane works on."""
         planned = self._node.lanes.get_plan(command.lane, command.run)
         caller.check(Right.READ, planned.queue)
         return {"batch": planned.batch}
 
-    def purge(self, command: PurgeCommand, caller: Caller) -> Answer:
+    def purge(self, command: messages.PurgeCommand, caller: Caller) -> Answer:
         """Throw events away, after an entry in the audit log."""
         queue = self._node.queue(command.queue)
         spans = queue.filter_unsettled(command.spans)
@@ -298,13 +276,13 @@ class Actions:
 
     # ── breakers ─────────────────────────────────────────────────────────────────────────────────
 
-    def permit(self, command: PermitCommand, caller: Caller) -> Answer:
+    def permit(self, command: messages.PermitCommand, caller: Caller) -> Answer:
         """Return what a task of an action may send now."""
         request = self._build_request(command, caller)
         permit = self._node.breakers.permit(request)
         return {**asdict(permit), "share": self._node.breakers.share(request)}
 
-    def report(self, command: ReportCommand, caller: Caller) -> Answer:
+    def report(self, command: messages.ReportCommand, caller: Caller) -> Answer:
         """Take the results of a task's sends into account."""
         request = self._build_request(command, caller)
         self._node.breakers.report(request, command.report)
@@ -313,19 +291,19 @@ class Actions:
             return {}
         return {"share": self._node.breakers.share(request)}
 
-    def claim(self, command: ClaimCommand, caller: Caller) -> Answer:
+    def claim(self, command: messages.ClaimCommand, caller: Caller) -> Answer:
         """Return how long a task has to wait before it sends the claimed events."""
         request = self._build_request(command, caller)
         wait = self._node.breakers.claim(request, command.count, command.within)
         return {"wait": wait, "share": self._node.breakers.share(request)}
 
-    def _build_request(self, command: PermitCommand, caller: Caller) -> BreakerRequest:
+    def _build_request(self, command: messages.PermitCommand, caller: Caller) -> BreakerRequest:
         known = self._node.breakers.all().get(command.action)
         if known is not None:
             caller.check(Right.READ, known.queue)
         return BreakerRequest(*(getattr(command, name) for name in BreakerRequest._fields))
 
-    def breakers(self, command: BreakersCommand, caller: Caller) -> Answer:
+    def breakers(self, command: messages.BreakersCommand, caller: Caller) -> Answer:
         """Return the breakers of the actions whose queues the caller may read."""
         return {
             action: breaker.as_dict()
@@ -334,7 +312,7 @@ class Actions:
             and (command.actions is None or action in command.actions)
         }
 
-    def reset_breaker(self, command: BreakerCommand, caller: Caller) -> Answer:
+    def reset_breaker(self, command: messages.BreakerCommand, caller: Caller) -> Answer:
         """Close a breaker, because a person says that its destination works again."""
         breaker = self._node.breakers.of(command.action)
         caller.check(Right.ADMIN, breaker.queue)
@@ -344,7 +322,7 @@ class Actions:
 
     # ── staging ──────────────────────────────────────────────────────────────────────────────────
 
-    def abort(self, command: AbortCommand, caller: Caller) -> Answer:
+    def abort(self, command: messages.AbortCommand, caller: Caller) -> Answer:
         """Discard stages."""
         self._check_stages(command.stages, caller)
         self._node.commits.abort(command.stages)
@@ -359,41 +337,41 @@ class Actions:
         for queue in (each.queue for each in known):
             caller.check(Right.PUBLISH, queue)
 
-    def epoch(self, command: WriterCommand, caller: Caller) -> Answer:
+    def epoch(self, command: messages.WriterCommand, caller: Caller) -> Answer:
         """Return the last epoch that a writer has committed."""
         return {"epoch": self._node.commits.get_epoch(caller.qualify_name(command.writer))}
 
 
 class _Action(NamedTuple):
-    command: type[Command]
+    command: type[messages.Command]
     do: Callable[..., Answer]
     right: Right | None = None
     """The right on the command's queue. ``None``: any token; the action checks the rights."""
 
 
 ACTIONS: Final = {
-    "ping": _Action(EmptyCommand, Actions.ping),
-    "queues": _Action(EmptyCommand, Actions.queues),
-    "stats": _Action(OptionalQueueCommand, Actions.stats),
-    "create": _Action(CreateCommand, Actions.create, Right.ADMIN),
-    "drop": _Action(QueueCommand, Actions.drop, Right.ADMIN),
-    "wait": _Action(WaitCommand, Actions.wait, Right.READ),
-    "unsettled": _Action(UnsettledCommand, Actions.unsettled, Right.READ),
-    "full": _Action(FullCommand, Actions.full),
-    "settle": _Action(SettleSpanCommand, Actions.settle, Right.READ),
-    "done": _Action(LeaseCommand, Actions.done),
-    "dead": _Action(LeaseCommand, Actions.dead),
-    "release": _Action(LeaseCommand, Actions.release),
-    "extend": _Action(ExtendCommand, Actions.extend),
-    "commit": _Action(CommitCommand, Actions.commit),
-    "plan": _Action(PlanCommand, Actions.plan, Right.READ),
-    "planned": _Action(LaneRunCommand, Actions.planned),
-    "purge": _Action(PurgeCommand, Actions.purge, Right.ADMIN),
-    "permit": _Action(PermitCommand, Actions.permit, Right.READ),
-    "report": _Action(ReportCommand, Actions.report, Right.READ),
-    "claim": _Action(ClaimCommand, Actions.claim, Right.READ),
-    "breakers": _Action(BreakersCommand, Actions.breakers),
-    "reset_breaker": _Action(BreakerCommand, Actions.reset_breaker),
-    "abort": _Action(AbortCommand, Actions.abort),
-    "epoch": _Action(WriterCommand, Actions.epoch),
+    "ping": _Action(messages.Command, Actions.ping),
+    "queues": _Action(messages.Command, Actions.queues),
+    "stats": _Action(messages.OptionalQueueCommand, Actions.stats),
+    "create": _Action(messages.CreateCommand, Actions.create, Right.ADMIN),
+    "drop": _Action(messages.QueueCommand, Actions.drop, Right.ADMIN),
+    "wait": _Action(messages.WaitCommand, Actions.wait, Right.READ),
+    "unsettled": _Action(messages.UnsettledCommand, Actions.unsettled, Right.READ),
+    "full": _Action(messages.FullCommand, Actions.full),
+    "settle": _Action(messages.SettleSpanCommand, Actions.settle, Right.READ),
+    "done": _Action(messages.LeaseCommand, Actions.done),
+    "dead": _Action(messages.LeaseCommand, Actions.dead),
+    "release": _Action(messages.LeaseCommand, Actions.release),
+    "extend": _Action(messages.ExtendCommand, Actions.extend),
+    "commit": _Action(messages.CommitCommand, Actions.commit),
+    "plan": _Action(messages.PlanCommand, Actions.plan, Right.READ),
+    "planned": _Action(messages.LaneRunCommand, Actions.planned),
+    "purge": _Action(messages.PurgeCommand, Actions.purge, Right.ADMIN),
+    "permit": _Action(messages.PermitCommand, Actions.permit, Right.READ),
+    "report": _Action(messages.ReportCommand, Actions.report, Right.READ),
+    "claim": _Action(messages.ClaimCommand, Actions.claim, Right.READ),
+    "breakers": _Action(messages.BreakersCommand, Actions.breakers),
+    "reset_breaker": _Action(messages.BreakerCommand, Actions.reset_breaker),
+    "abort": _Action(messages.AbortCommand, Actions.abort),
+    "epoch": _Action(messages.WriterCommand, Actions.epoch),
 }

@@ -24,6 +24,7 @@ from pydantic_core import from_json
 from turnlane.delivery.destination import SendReport
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import Bug, ConfigError, NotAllowed, QueueClosed, RetryLater, TurnlaneError
+from turnlane.events import Block
 from turnlane.intervals import MAX_COPY_TARGETS
 from turnlane.logs import get_logger
 from turnlane.memory import memory_limit
@@ -46,6 +47,9 @@ MAX_LEASE = 86_400.0
 MAX_DELAY = 36_500 * 86_400.0
 """The most seconds until a nacked event fires again: a hundred years."""
 
+Chunks = Iterator[tuple[Block | None, pa.Buffer | None]]
+"""The blocks and metadata that a client sends."""
+
 Offset = Annotated[int, Field(ge=0, lt=1 << 62)]
 Spans = list[tuple[Offset, Offset]]
 """Ranges of offsets: the first offset, and the offset after the last."""
@@ -65,7 +69,7 @@ def check_producer_id(producer_id: str) -> str:
 
 
 class Command(BaseModel):
-    """A request of a client."""
+    """A request of a client; by itself one without values."""
 
     max_bytes: ClassVar[int] = MAX_COMMAND
 
@@ -147,10 +151,6 @@ class SettleCommand(Command):
     """Ask for an answer with this number when all acks so far are stored."""
 
 
-class EmptyCommand(Command):
-    """A command without values."""
-
-
 class QueueCommand(Command):
     """A command about a queue."""
 
@@ -163,19 +163,17 @@ class OptionalQueueCommand(Command):
     queue: Text | None = None
 
 
-class CreateCommand(Command):
+class CreateCommand(QueueCommand):
     """Create a queue with these settings."""
 
-    queue: Text
     knobs: dict[str, Any] = {}
     by_pipeline: bool = False
     """Whether a pipeline creates it for an action."""
 
 
-class WaitCommand(Command):
+class WaitCommand(QueueCommand):
     """Wait until a queue's end is beyond an offset."""
 
-    queue: Text
     beyond: Annotated[int, Field(ge=-1, lt=1 << 62)]
     timeout: Wait = 0.0
 
@@ -192,10 +190,9 @@ class ExtendCommand(LeaseCommand):
     seconds: LeaseSeconds | None = None
 
 
-class QueueSpan(Command):
+class QueueSpan(QueueCommand):
     """A range of offsets of a queue."""
 
-    queue: Text
     first: Offset
     end: Offset
 
@@ -327,9 +324,10 @@ AnyCommand = TypeVar("AnyCommand", bound=Command)
 
 def parse_one_of(kinds: Mapping[str, type[Command]], data: bytes | None) -> Command:
     """Parse a command; its kind is the first of ``kinds`` that is a key. ``ConfigError``."""
-    _check_size(len(data or b""))
+    data = data or b"{}"
+    _check_size(data, MAX_COMMAND)
     try:
-        values = from_json(data or b"{}")
+        values = from_json(data)
     except ValueError as error:
         raise ConfigError("command", f"not valid JSON: {error}") from None
     for name, kind in kinds.items():
@@ -340,16 +338,16 @@ def parse_one_of(kinds: Mapping[str, type[Command]], data: bytes | None) -> Comm
 
 def parse_command(kind: type[AnyCommand], data: bytes | pa.Buffer | None) -> AnyCommand:
     """Parse a command. Raises ``ConfigError`` with the wrong field."""
-    if data is not None:
-        _check_size(data.size if isinstance(data, pa.Buffer) else len(data), kind.max_bytes)
-    text = b"" if data is None else bytes(data)
+    data = b"" if data is None else data
+    _check_size(data, kind.max_bytes)
     try:
-        return kind.model_validate_json(text or b"{}")
+        return kind.model_validate_json(bytes(data) or b"{}")
     except ValidationError as error:
         raise convert_validation_error(error, kind.model_fields) from None
 
 
-def _check_size(size: int, most: int = MAX_COMMAND) -> None:
+def _check_size(data: bytes | pa.Buffer, most: int) -> None:
+    size = data.size if isinstance(data, pa.Buffer) else len(data)
     if size > most:
         raise ConfigError("command", f"is {size} bytes long, {most} are allowed")
 

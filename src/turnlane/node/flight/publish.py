@@ -26,7 +26,7 @@ from pyarrow import flight
 from turnlane.errors import EventTooLarge, NotAllowed, QueueClosed, QueueFull, TransportDown
 from turnlane.events import Block
 from turnlane.logs import get_logger
-from turnlane.node.flight.messages import BlockMetadata, PublishCommand, parse_command
+from turnlane.node.flight.messages import BlockMetadata, Chunks, PublishCommand, parse_command
 from turnlane.queues.acks import AckWaiter
 from turnlane.queues.api import AckLevel, NodeProgress
 from turnlane.queues.buffered import BufferedQueue
@@ -44,8 +44,6 @@ NO_OFFSET = 1 << 63
 SYNC_REQUEST_BYTES = 16 << 20
 """After this many bytes a stream requests a sync, regardless of the queue's interval: clients keep
 events until they are persisted, and have to wait when they keep too many."""
-
-Chunks = Iterator[tuple[Block | None, pa.Buffer | None]]
 
 EVENT_BYTES: Final = 64
 """The approximate cost of an event besides its content. Missing columns are filled in, and columns
@@ -172,20 +170,16 @@ class SequenceMaps:
                 found = SequenceMap(queue)
             self._maps[key] = found
             if len(self._maps) > MAX_SEQUENCE_MAPS:
-                self._forget_oldest()
+                oldest = next((key for key, map_ in self._maps.items() if not map_.leave), None)
+                if oldest is not None:
+                    del self._maps[oldest]
             return found
-
-    def _forget_oldest(self) -> None:
-        for key, found in self._maps.items():
-            if found.leave is None:
-                del self._maps[key]
-                return
 
 
 class Peer(NamedTuple):
     """The client of a stream, independent of the kind of Flight call."""
 
-    chunks: Iterator[tuple[Block | None, pa.Buffer | None]]
+    chunks: Chunks
     send: Callable[[bytes], None]
     is_gone: Callable[[], bool]
     check: Callable[[], None] = lambda: None
@@ -233,20 +227,23 @@ class PublishStream:
         """Serve the client until it has sent everything. Raises the error that ends it early."""
         self._take_over()
         reporter: threading.Thread | None = None
-        self._queue.observe_acks(self._moved)
+        self._queue.observe_acks(self._on_watermark)
         try:
-            self._greet()
+            durability = self._queue.durability
+            self._send(instance=self._instance, resume_at=self._next, durability=durability)
             reporter = start_thread("turnlane-reporter", self._report_all)
             for block, metadata in self._peer.chunks:
                 self._take(block, metadata)
             self._await_level()
         finally:
-            self._queue.unobserve_acks(self._moved)
+            self._queue.unobserve_acks(self._on_watermark)
             self._queue.cancel_urge(self._waiter)
             self._end("")
             if reporter is not None:
                 reporter.join()
-            self._hand_over()
+            with self._sequences.publish_lock:
+                if self._sequences.leave == self._leave_to_newer:
+                    self._sequences.leave = None
 
     def leave(self, why: str) -> None:
         """Make the stream end soon, also if it waits for room in the queue.
@@ -268,22 +265,14 @@ class PublishStream:
             with sequences.publish_lock:
                 if sequences.leave in (leave, None):
                     sequences.leave = self._leave_to_newer
-                    self._resume()
+                    if self._name is not None:
+                        self._next = self._queue.known_sequence(self._name) or 0
+                    self._highest = self._next
+                    sequences.record(self._next)
                     return
-
-    def _resume(self) -> None:
-        if self._name is not None:
-            self._next = self._queue.known_sequence(self._name) or 0
-        self._highest = self._next
-        self._sequences.record(self._next)
 
     def _leave_to_newer(self) -> None:
         self.leave("a newer stream of this producer has taken over")
-
-    def _hand_over(self) -> None:
-        with self._sequences.publish_lock:
-            if self._sequences.leave == self._leave_to_newer:
-                self._sequences.leave = None
 
     # ── publishing ────────────────────────────────────────────────────────────────────────────────
 
@@ -329,22 +318,17 @@ class PublishStream:
             published = self._producer.publish_block(
                 block, sequence=number, timeout=self._full_timeout
             )
+            accepted, done = published.accepted, block.num_rows
+            if accepted + published.dropped + published.repeated < block.num_rows:
+                self._check()
         except QueueFull as error:
-            if error.accepted:
-                self._note_late()
-            return error.accepted
+            accepted = done = error.accepted
         except QueueClosed:
             self._check()
             raise
-        if published.accepted:
-            self._note_late()
-        if published.accepted + published.dropped + published.repeated < block.num_rows:
-            self._check()
-        return block.num_rows
-
-    def _note_late(self) -> None:
-        if self._next < self._highest:
+        if accepted and self._next < self._highest:
             self._late_end = self._producer.end
+        return done
 
     def _check(self) -> None:
         if self._over:
@@ -352,15 +336,10 @@ class PublishStream:
 
     # ── reporting ─────────────────────────────────────────────────────────────────────────────────
 
-    def _greet(self) -> None:
-        first = {
-            "instance": self._instance,
-            "resume_at": self._next,
-            "durability": self._queue.durability,
-        }
-        self._peer.send(json.dumps(first).encode())
+    def _send(self, **message: object) -> None:
+        self._peer.send(json.dumps(message).encode())
 
-    def _moved(self, position: int) -> None:
+    def _on_watermark(self, position: int) -> None:
         """Wake the reporter after a watermark has moved. The caller holds the queue's lock."""
         if self._sequences.has_progress(position):
             self._changed()
@@ -381,7 +360,7 @@ class PublishStream:
             while self._await_news():
                 self._report()
             if self._why:
-                self._peer.send(json.dumps({"ended": self._why}).encode())
+                self._send(ended=self._why)
         except Exception as error:  # noqa: BLE001 - any error of Flight: the client has left
             log.debug("flight.publisher_left", queue=self._queue.name, error=error)
             self.leave("the client has left")
@@ -412,7 +391,7 @@ class PublishStream:
     def _report(self) -> None:
         progress = self._sequences.get_progress()
         if progress != self._reported:
-            self._peer.send(json.dumps(progress._asdict()).encode())
+            self._send(**progress._asdict())
             with self._news:
                 self._reported = progress
                 self._news.notify_all()

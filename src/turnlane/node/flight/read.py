@@ -25,6 +25,7 @@ from turnlane.formats.syslog import parse_priorities
 from turnlane.logs import get_logger
 from turnlane.node.event_refs import READ_EVENTS, read_range
 from turnlane.node.flight.messages import (
+    Chunks,
     ConsumeCommand,
     ReadCommand,
     ReceiveCommand,
@@ -32,7 +33,7 @@ from turnlane.node.flight.messages import (
     parse_command,
     translate_errors,
 )
-from turnlane.node.leases import BatchLease, Leases
+from turnlane.node.leases import Leases
 from turnlane.node.tables import Tables, TableStream
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.runtime import start_thread
@@ -46,15 +47,17 @@ LOOK_SECONDS = 0.5
 FLUSH_SECONDS: Final = 300.0
 """How long a flush may take, for example while the database is down."""
 
+Blocks = Iterator[tuple[int, Block]]
+"""Blocks with their first offsets."""
 BlockWithMetadata = tuple[Block, pa.Buffer]
 
 
 class AbortableWait:
     """The time that a call may wait, in slices short enough to notice that its client left."""
 
-    def __init__(self, seconds: float, in_vain: Callable[[], bool]) -> None:
+    def __init__(self, seconds: float, is_abandoned: Callable[[], bool]) -> None:
         self._until = time.monotonic() + seconds
-        self._in_vain = in_vain
+        self._is_abandoned = is_abandoned
 
     def slices(self) -> Iterator[float]:
         """Yield the seconds to wait next, at least once. Raises like :meth:`check`."""
@@ -67,7 +70,7 @@ class AbortableWait:
 
     def check(self) -> None:
         """Raise ``TransportDown`` if the client has left or the node is stopping."""
-        if self._in_vain():
+        if self._is_abandoned():
             raise TransportDown("the node is stopping, or the client has left")
 
 
@@ -91,9 +94,7 @@ def read_stream(
     return _stream(chosen, _read_some_columns(blocks, chosen), call)
 
 
-def _read_all_columns(
-    blocks: Iterator[tuple[int, Block]], schema: pa.Schema
-) -> Iterator[BlockWithMetadata]:
+def _read_all_columns(blocks: Blocks, schema: pa.Schema) -> Iterator[BlockWithMetadata]:
     known = set(schema.names)
     with translate_errors():
         for first, block in blocks:
@@ -102,9 +103,7 @@ def _read_all_columns(
             yield conform_block(block, schema), _json(first=first)
 
 
-def _read_some_columns(
-    blocks: Iterator[tuple[int, Block]], schema: pa.Schema
-) -> Iterator[BlockWithMetadata]:
+def _read_some_columns(blocks: Blocks, schema: pa.Schema) -> Iterator[BlockWithMetadata]:
     """Yield only some columns. They are small, so many blocks are joined."""
     some = ((first, _project_block(block, schema)) for first, block in blocks)
     with translate_errors():
@@ -144,51 +143,32 @@ def consume_stream(
 
     The call ends with the stream. If the client did not get all blocks, the lease ends too.
     """
-    lease = _take_lease(leases, queue, command, wait)
-    if lease is None:
-        return _stream(BASE_SCHEMA, iter(()), call)
-    transfer = _BatchTransfer(leases, lease)
-    call.callback(transfer.end)
-    wait.check()  # the client may have left during the wait
-    blocks = list(lease.batch.blocks)
-    schema = pa.unify_schemas([block.schema for block in blocks])
-    return _stream(
-        schema, transfer.read_blocks([conform_block(each, schema) for each in blocks]), call
-    )
-
-
-def _take_lease(
-    leases: Leases, queue: BufferedQueue, command: ConsumeCommand, wait: AbortableWait
-) -> BatchLease | None:
     for seconds in wait.slices():
-        try:
-            return leases.take(queue, command.max_events, seconds, command.lease, command.holder)
-        except QueueEmpty:
-            continue
-    return None
+        with contextlib.suppress(QueueEmpty):
+            lease = leases.take(queue, command.max_events, seconds, command.lease, command.holder)
+            break
+    else:
+        return _stream(BASE_SCHEMA, iter(()), call)
+    is_complete = False
 
+    def release_unless_complete() -> None:
+        if not is_complete:
+            with contextlib.suppress(NoSuchLease):  # it has expired
+                leases.release(lease.id)
 
-class _BatchTransfer:
-    """The transfer of a batch to a client."""
-
-    def __init__(self, leases: Leases, lease: BatchLease) -> None:
-        self._leases = leases
-        self._lease = lease
-        self._complete = False
-
-    def read_blocks(self, blocks: list[Block]) -> Iterator[BlockWithMetadata]:
-        """Yield the blocks with their metadata."""
-        lease, first = self._lease, self._lease.batch.place.first
+    def read_blocks(blocks: list[Block]) -> Iterator[BlockWithMetadata]:
+        nonlocal is_complete
+        first = lease.batch.place.first
         for block in blocks:
             yield block, _json(lease=lease.id, first=first, attempt=lease.batch.attempt)
             first += block.num_rows
-        self._complete = True
+        is_complete = True
 
-    def end(self) -> None:
-        """Release the batch if the client has left before it got all blocks."""
-        if not self._complete:
-            with contextlib.suppress(NoSuchLease):  # it has expired
-                self._leases.release(self._lease.id)
+    call.callback(release_unless_complete)
+    wait.check()  # the client may have left during the wait
+    blocks = list(lease.batch.blocks)
+    schema = pa.unify_schemas([block.schema for block in blocks])
+    return _stream(schema, read_blocks([conform_block(each, schema) for each in blocks]), call)
 
 
 def _stream(
@@ -218,8 +198,6 @@ def _json(**values: object) -> pa.Buffer:
 
 # ── queue tables ─────────────────────────────────────────────────────────────────────────────────
 
-Chunks = Iterator[tuple[Block | None, pa.Buffer | None]]
-
 
 class ReceiveStream:
     """One client that receives from one table; ``run()`` serves it until it leaves."""
@@ -241,7 +219,7 @@ class ReceiveStream:
     def run(self) -> None:
         """Serve the client until it leaves. Raises errors of its messages."""
         self._writer.begin(self._stream.schema)
-        self._tell(stream=self._stream.id)
+        self._send_message(stream=self._stream.id)
         sender = start_thread("turnlane-sender", self._send_all)
         try:
             for _, metadata in self._chunks:
@@ -259,32 +237,28 @@ class ReceiveStream:
             stored = self._stream.flush(FLUSH_SECONDS)
         except (LeadLost, QueueClosed):
             stored = False
-        self._tell(flushed=command.flush, stored=stored)
+        self._send_message(flushed=command.flush, stored=stored)
 
     def _send_all(self) -> None:
         try:
             while not self._over.is_set():
                 if self._is_stopping():
-                    self._tell(ended="the node is stopping, or the token has expired")
+                    self._send_message(ended="the node is stopping, or the token has expired")
                     return
                 for first, block in self._stream.take(LOOK_SECONDS):
-                    self._send(first, block)
+                    with self._writing:
+                        self._writer.write_with_metadata(block, _json(first=first))
         except QueueClosed:
-            self._tell(ended="the node does not serve the table any more")
+            self._send_message(ended="the node does not serve the table any more")
         except pa.ArrowException as error:
             log.debug("flight.receiver_left", table=self._stream.table, error=error)
         except Exception:
             log.exception("flight.send_failed", table=self._stream.table)
-            self._tell(ended="the node failed; its log says why")
+            self._send_message(ended="the node failed; its log says why")
 
-    def _send(self, first: int, block: Block) -> None:
-        metadata = pa.py_buffer(json.dumps({"first": first}).encode())
+    def _send_message(self, **message: object) -> None:
         with self._writing:
-            self._writer.write_with_metadata(block, metadata)
-
-    def _tell(self, **words: Any) -> None:
-        with self._writing:
-            self._writer.write_metadata(pa.py_buffer(json.dumps(words).encode()))
+            self._writer.write_metadata(_json(**message))
 
 
 def serve_receiver(

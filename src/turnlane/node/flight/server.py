@@ -26,22 +26,9 @@ from pyarrow import flight
 from turnlane.errors import ConfigError, StorageFailed, TransportDown
 from turnlane.events import Block
 from turnlane.logs import get_logger
+from turnlane.node.flight import messages
 from turnlane.node.flight.actions import ACTIONS, Actions, Caller
-from turnlane.node.flight.messages import (
-    Command,
-    ConsumeCommand,
-    CopyCommand,
-    FlightLimits,
-    PublishCommand,
-    ReadCommand,
-    ReceiveCommand,
-    StageCommand,
-    parse_command,
-    parse_one_of,
-    translate_errors,
-)
 from turnlane.node.flight.publish import (
-    Chunks,
     Peer,
     PublishStream,
     SequenceMaps,
@@ -69,12 +56,18 @@ SENDING_METHODS: Final = (flight.FlightMethod.DO_PUT, flight.FlightMethod.DO_EXC
 LEAVE_SECONDS = 1.0
 """How long clients have to leave when the node stops, before their connections are shut down."""
 
-PUT_COMMANDS: Final[dict[str, type[Command]]] = {
-    "publish": PublishCommand,
-    "stage": StageCommand,
-    "copy": CopyCommand,
+_Commands = dict[str, type[messages.Command]]
+
+PUT_COMMANDS: Final[_Commands] = {
+    "publish": messages.PublishCommand,
+    "stage": messages.StageCommand,
+    "copy": messages.CopyCommand,
 }
-"""The commands of ``do_put``."""
+EXCHANGE_COMMANDS: Final[_Commands] = {
+    "publish": messages.PublishCommand,
+    "receive": messages.ReceiveCommand,
+}
+GET_COMMANDS: Final[_Commands] = {"read": messages.ReadCommand, "consume": messages.ConsumeCommand}
 
 Reader = flight.MetadataRecordBatchReader
 
@@ -97,7 +90,7 @@ class FlightCall(flight.ServerMiddleware):
 class CallLimiter(flight.ServerMiddlewareFactory):
     """Accepts or refuses calls by token, number and memory. Flight calls it from any thread."""
 
-    def __init__(self, authority: Authority, limits: FlightLimits) -> None:
+    def __init__(self, authority: Authority, limits: messages.FlightLimits) -> None:
         self.running = 0
         self._authority = authority
         self._most = limits.max_calls
@@ -108,21 +101,16 @@ class CallLimiter(flight.ServerMiddlewareFactory):
         """Accept a call, or raise the error for its client."""
         values = [each for each in headers.get("authorization", ()) if isinstance(each, str)]
         token = parse_bearer(values[0] if values else None)
-        with translate_errors():
+        with messages.translate_errors():
             self._authority.identify(token)
             if info.method in SENDING_METHODS and pa.total_allocated_bytes() > self._memory:
                 raise TransportDown("the node is short of memory: try again", after=1.0)
-            self._enter()
+            with self._lock:
+                if self.running >= self._most:
+                    message = f"the node has too many calls, {self._most} are allowed (max_calls)"
+                    raise TransportDown(message, after=1.0)
+                self.running += 1
         return FlightCall(token, self._leave)
-
-    def _enter(self) -> None:
-        with self._lock:
-            if self.running >= self._most:
-                raise TransportDown(
-                    f"the node has too many calls at a time, {self._most} are allowed (max_calls)",
-                    after=1.0,
-                )
-            self.running += 1
 
     def _leave(self) -> None:
         with self._lock:
@@ -139,7 +127,7 @@ class FlightPlane:
         address: Address,
         tls: TlsSettings | None = None,
         *,
-        limits: FlightLimits | None = None,
+        limits: messages.FlightLimits | None = None,
         tables: Tables | None = None,
     ) -> None:
         self.node = node
@@ -147,7 +135,7 @@ class FlightPlane:
         self.authority = authority
         self.sequence_maps = SequenceMaps()
         self.actions = Actions(node)
-        self.limits = limits or FlightLimits()
+        self.limits = limits or messages.FlightLimits()
         self.calls = CallLimiter(authority, self.limits)
         self.stopping = False
         self._wanted = address
@@ -208,7 +196,7 @@ class FlightPlane:
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Run a call: refuse it while the node is stopping, and convert its errors."""
-        with translate_errors():
+        with messages.translate_errors():
             if self.stopping or self.node.closing:
                 raise TransportDown("the node is stopping")
             yield
@@ -223,7 +211,7 @@ class FlightPlane:
             lambda: self.stopping or self.node.closing or context.is_cancelled(),
         )
 
-    def serve_stream(self, command: PublishCommand, peer: Peer, caller: Caller) -> None:
+    def serve_stream(self, command: messages.PublishCommand, peer: Peer, caller: Caller) -> None:
         """Serve a client that publishes."""
         caller.check(Right.PUBLISH, command.publish)
         queue = self.node.queue(command.publish)
@@ -241,7 +229,7 @@ class FlightPlane:
             with self._lock:
                 self._streams.discard(stream)
 
-    def stage(self, command: StageCommand, schema: pa.Schema, peer: Peer) -> None:
+    def stage(self, command: messages.StageCommand, schema: pa.Schema, peer: Peer) -> None:
         """Write a client's blocks to a stage, and send the id once it is finished."""
         queue, spare = command.stage, command.spare
         with (
@@ -252,7 +240,7 @@ class FlightPlane:
                 answer = {"stage": stage.finish(), "events": stage.events}
                 peer.send(json.dumps(answer).encode())
 
-    def copy(self, command: CopyCommand, peer: Peer) -> None:
+    def copy(self, command: messages.CopyCommand, peer: Peer) -> None:
         """Stage events of one queue for others, and send the ids once they are on disk."""
         node, source = self.node, self.node.queue(command.copy_)
         with _convert_storage_errors(), node.copy(source, command.into) as copying:
@@ -294,14 +282,12 @@ class _FlightServer(flight.FlightServerBase):
         """Publish, like ``do_put`` but with a stream that the client can cancel; or receive."""
         with self._plane.call():
             caller = self._plane.caller(context)
-            command = parse_one_of(
-                {"publish": PublishCommand, "receive": ReceiveCommand}, descriptor.command
-            )
-            if isinstance(command, ReceiveCommand):
+            command = messages.parse_one_of(EXCHANGE_COMMANDS, descriptor.command)
+            if isinstance(command, messages.ReceiveCommand):
                 caller.check(Right.READ, command.receive)
                 has_left = partial(caller.is_over, Right.READ, command.receive)
                 serve_receiver(self._plane.tables, command, self._chunks(reader), writer, has_left)
-            elif isinstance(command, PublishCommand):
+            elif isinstance(command, messages.PublishCommand):
                 peer = Peer(
                     self._chunks(reader),
                     lambda data: writer.write_metadata(pa.py_buffer(data)),
@@ -318,18 +304,18 @@ class _FlightServer(flight.FlightServerBase):
     ) -> None:
         """Publish blocks, stage them, or stage copies of events of a queue."""
         with self._plane.call():
-            command = parse_one_of(PUT_COMMANDS, descriptor.command)
+            command = messages.parse_one_of(PUT_COMMANDS, descriptor.command)
             peer = Peer(self._chunks(reader), partial(_send_metadata, writer), context.is_cancelled)
             caller = self._plane.caller(context)
-            if isinstance(command, StageCommand):
+            if isinstance(command, messages.StageCommand):
                 caller.check(Right.PUBLISH, command.stage)
                 self._plane.stage(command, read_schema(reader), peer)
-            elif isinstance(command, CopyCommand):
+            elif isinstance(command, messages.CopyCommand):
                 caller.check(Right.READ, command.copy_)
                 for queue in command.into:
                     caller.check(Right.PUBLISH, queue)
                 self._plane.copy(command, peer)
-            elif isinstance(command, PublishCommand):
+            elif isinstance(command, messages.PublishCommand):
                 self._plane.serve_stream(command, peer, caller)
 
     def do_get(
@@ -339,15 +325,12 @@ class _FlightServer(flight.FlightServerBase):
         with contextlib.ExitStack() as call:
             call.enter_context(self._plane.call())
             caller, node = self._plane.caller(context), self._plane.node
-            command = parse_one_of({"read": ReadCommand, "consume": ConsumeCommand}, ticket.ticket)
-            if isinstance(command, ConsumeCommand):
+            command = messages.parse_one_of(GET_COMMANDS, ticket.ticket)
+            if isinstance(command, messages.ConsumeCommand):
                 caller.check(Right.READ, command.consume)
-                queue, wait = (
-                    node.queue(command.consume),
-                    AbortableWait(command.wait, caller.is_abandoned),
-                )
-                return consume_stream(node.leases, queue, command, wait, call)
-            assert isinstance(command, ReadCommand)
+                wait = AbortableWait(command.wait, caller.is_abandoned)
+                return consume_stream(node.leases, node.queue(command.consume), command, wait, call)
+            assert isinstance(command, messages.ReadCommand)
             caller.check(Right.READ, command.read)
             return read_stream(node.queue(command.read), command, call)
 
@@ -390,7 +373,7 @@ class _FlightServer(flight.FlightServerBase):
             self._plane.caller(context).check(Right.READ, name)
             return self._info(name)
 
-    def _chunks(self, reader: Reader) -> Chunks:
+    def _chunks(self, reader: Reader) -> messages.Chunks:
         return read_chunks(reader, self._plane.limits.max_block_bytes)
 
     def _info(self, name: str) -> flight.FlightInfo:
@@ -416,4 +399,4 @@ def _send_metadata(writer: flight.FlightMetadataWriter, data: bytes) -> None:
 def _queue_of(descriptor: flight.FlightDescriptor) -> str:
     if descriptor.path:
         return descriptor.path[0].decode("utf-8", "replace")
-    return parse_command(ReadCommand, descriptor.command).read
+    return messages.parse_command(messages.ReadCommand, descriptor.command).read

@@ -175,7 +175,8 @@ class PublishRoutes:
 
     def __init__(self, context: RequestContext) -> None:
         self._context = context
-        self._publishing = Publishing()
+        self._threads = ThreadLimiterByQueue(THREADS)
+        self._waiters: dict[tuple[str, AckLevel], _LevelWaiters] = {}
 
     @endpoint(
         "POST /queues/{queue}/events",
@@ -208,7 +209,7 @@ class PublishRoutes:
             block = _decode_block(call, body, now)
         else:
             block = await self._context.threads.run(_decode_block, call, body, now)
-        done = await self._publishing.publish(queue, block, level, asked.timeout, numbered)
+        done = await self._publish(queue, block, level, asked.timeout, numbered)
         answer: PublishedJson = {
             "accepted": done.accepted,
             "dropped": done.dropped,
@@ -217,6 +218,43 @@ class PublishRoutes:
             "ack": level,
         }
         return json_response(answer)
+
+    async def _publish(
+        self,
+        queue: BufferedQueue,
+        block: Block,
+        level: AckLevel,
+        timeout: float,  # noqa: ASYNC109 - as everywhere else
+        numbered: Numbered | None,
+    ) -> Published:
+        """Publish a block as a whole or not at all, and wait until it has reached ``level``.
+
+        Raises ``QueueFull``, ``StorageFailed``, ``EventTooLarge``, ``TransportDown``,
+        ``NumbersMissing``: nothing was published;
+        ``AckPending``, ``QueueClosed``: it may have been.
+        """
+        if not block.num_rows:
+            return Published(-1, 0, 0, 0)
+        _check_fits(queue, block)
+        deadline = time.monotonic() + timeout
+        threads = self._threads.of(queue.name)
+        # A queue that may drop older events journals the drop at once, so it needs a thread too.
+        if numbered is not None or not queue.blocks_when_full:
+            if threads.is_exhausted:
+                raise TransportDown("the queue has too many such requests at a time", after=1.0)
+            return await threads.run(_publish, queue, block, level, deadline, numbered)
+        key = queue.name, level
+        waiters = self._waiters.get(key)
+        if waiters is None or waiters.queue is not queue:  # dropped and created again
+            waiters = self._waiters[key] = _LevelWaiters(queue, level, asyncio.get_running_loop())
+        published = waiters.producer.try_publish_block(block)
+        if published is None:  # the queue is full: wait for room, unless too many requests do
+            if threads.is_exhausted:
+                raise build_full_error(queue)
+            return await threads.run(_publish, queue, block, level, deadline)
+        if level is not AckLevel.ACCEPTED and published.accepted:
+            await waiters.wait(published.first + published.accepted, deadline)
+        return published
 
     def _number(self, call: Call[PublishParameters]) -> Numbered | None:
         producer, sequence = call.parameters.producer_id, call.parameters.sequence
@@ -288,63 +326,11 @@ class Numbered(NamedTuple):
     gaps: GapPolicy = GapPolicy.KEEP
 
 
-class Publishing:
-    """Publishes blocks as a whole or not at all. Only the event loop uses it."""
+class _LevelWaiters:
+    """The requests that wait for one level of one queue, in the order of their offsets.
 
-    def __init__(self) -> None:
-        self._threads = ThreadLimiterByQueue(THREADS)
-        self._followers: dict[tuple[str, AckLevel], _Follower] = {}
-
-    async def publish(
-        self,
-        queue: BufferedQueue,
-        block: Block,
-        level: AckLevel,
-        timeout: float,  # noqa: ASYNC109 - as everywhere else
-        numbered: Numbered | None,
-    ) -> Published:
-        """Publish a block and wait until it has come as far as ``level``.
-
-        Raises ``QueueFull``, ``StorageFailed``, ``EventTooLarge``, ``TransportDown``,
-        ``NumbersMissing``: nothing was published;
-        ``AckPending``, ``QueueClosed``: it may have been.
-        """
-        if not block.num_rows:
-            return Published(-1, 0, 0, 0)
-        _check_fits(queue, block)
-        deadline = time.monotonic() + timeout
-        # One that may drop older events writes that down at once.
-        if numbered is not None or not queue.blocks_when_full:
-            threads = self._threads.of(queue.name)
-            if threads.is_exhausted:
-                raise TransportDown("the queue has too many such requests at a time", after=1.0)
-            return await threads.run(_publish, queue, block, level, deadline, numbered)
-        follower = self._follower(queue, level)
-        published = follower.producer.try_publish_block(block)
-        if published is None:
-            return await self._stand_in_line(queue, block, level, deadline)
-        if level is not AckLevel.ACCEPTED and published.accepted:
-            await follower.wait(published.first + published.accepted, deadline)
-        return published
-
-    async def _stand_in_line(
-        self, queue: BufferedQueue, block: Block, level: AckLevel, deadline: float
-    ) -> Published:
-        threads = self._threads.of(queue.name)
-        if threads.is_exhausted:  # the line is long enough
-            raise no_room(queue)
-        return await threads.run(_publish, queue, block, level, deadline)
-
-    def _follower(self, queue: BufferedQueue, level: AckLevel) -> _Follower:
-        follower = self._followers.get((queue.name, level))
-        if follower is None or follower.queue is not queue:  # dropped and created again
-            follower = _Follower(queue, level, asyncio.get_running_loop())
-            self._followers[queue.name, level] = follower
-        return follower
-
-
-class _Follower:
-    """The requests that wait for one level of one queue, in the order of their offsets."""
+    Only the event loop uses it, except for the callback of the producer.
+    """
 
     def __init__(
         self, queue: BufferedQueue, level: AckLevel, loop: asyncio.AbstractEventLoop
@@ -353,15 +339,19 @@ class _Follower:
         self._level = level
         self._loop = loop
         self._waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
-        on_ack = None if level is AckLevel.ACCEPTED else self._hear
+        on_ack = None if level is AckLevel.ACCEPTED else self._on_ack
         self.producer = queue.producer(ack=level, on_ack=on_ack)
 
     async def wait(self, end: int, deadline: float) -> None:
-        """Wait for all below ``end``. Raises as :meth:`Publishing.publish` does."""
-        told: asyncio.Future[int] = self._loop.create_future()
-        self._waiting.append((end, told))
-        self.queue.urge(self._level, end)  # so that it gathers as many as come
-        while not told.done():
+        """Wait until all events below ``end`` have reached the level.
+
+        Raises ``AckPending``, ``QueueClosed``, ``StorageFailed``.
+        """
+        acked: asyncio.Future[int] = self._loop.create_future()
+        self._waiting.append((end, acked))
+        # Without this the queue would wait for more events before it syncs.
+        self.queue.urge(self._level, end)
+        while not acked.done():
             left = deadline - time.monotonic()
             if self.queue.closed:
                 raise QueueClosed(f"queue {self.queue.name!r} was closed before the ack")
@@ -369,23 +359,23 @@ class _Follower:
                 raise AckPending(
                     f"the events are in queue {self.queue.name!r}, but not yet {self._level}"
                 )
-            await asyncio.wait([told], timeout=min(left, _LOOK_AGAIN))
-        if told.result() and self.queue.blocks_when_full:
-            # Which requests' events an ack counts as lost is not known: all send again, none lose.
+            await asyncio.wait([acked], timeout=min(left, _LOOK_AGAIN))
+        if acked.result() and self.queue.blocks_when_full:
+            # An ack does not say whose events were lost: all requests send again, and none loses.
             raise StorageFailed(f"queue {self.queue.name!r} lost events to a failing disk")
 
-    def _hear(self, ack: Ack) -> None:
+    def _on_ack(self, ack: Ack) -> None:
         with contextlib.suppress(RuntimeError):  # the server has stopped: no request waits
-            self._loop.call_soon_threadsafe(self._tell, ack)
+            self._loop.call_soon_threadsafe(self._wake, ack)
 
-    def _tell(self, ack: Ack) -> None:
+    def _wake(self, ack: Ack) -> None:
         while self._waiting and self._waiting[0][0] <= ack.end:
-            _, told = self._waiting.popleft()
-            if not told.done():
-                told.set_result(ack.dropped)
+            _, acked = self._waiting.popleft()
+            if not acked.done():
+                acked.set_result(ack.dropped)
 
 
-def no_room(queue: BufferedQueue) -> QueueFull | StorageFailed:
+def build_full_error(queue: BufferedQueue) -> QueueFull | StorageFailed:
     """Return the error that says why the queue takes nothing at this moment."""
     if queue.storage_failure:
         return StorageFailed(f"queue {queue.name!r} cannot write to its disk")
@@ -406,7 +396,7 @@ def _publish(
     try:
         return producer.publish_block(block, sequence=sequence, timeout=seconds)
     except QueueFull as error:
-        raise no_room(queue) from error
+        raise build_full_error(queue) from error
 
 
 def _check_fits(queue: BufferedQueue, block: Block) -> None:
