@@ -14,6 +14,7 @@ from turnlane.events import Block, block_of, get_values
 from turnlane.intervals import COPY_SCHEMA
 from turnlane.node.commit_record import Commit, SettleRange
 from turnlane.node.node import Node
+from turnlane.node.staging import StageContents
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.storage.disk_io import Disk
 from turnlane.testing import FaultyDisk
@@ -38,7 +39,7 @@ def opened(data: Path, disk: Disk | None = None) -> Node:
 
 def staged(node: Node, queue: str, block: Block) -> str:
     """Stage a block; returns the stage's id."""
-    with node.staging.stage(queue, block.schema) as stage:
+    with node.staging.stage(StageContents(queue, block.schema)) as stage:
         stage.add(block)
         return stage.finish()
 

@@ -86,7 +86,7 @@ class TestStopped:
             fill(node, "main", 20)
             fill(node, "other", 20)
             # Two blocks: with room for five events the first is in when the node stops.
-            with node.staging.stage("q", some(b"a", 5).schema) as stage:
+            with node.staging.stage(StageContents("q", some(b"a", 5).schema)) as stage:
                 stage.add(some(b"a", 5))
                 stage.add(some(b"b", 5))
                 first = Commit([stage.finish()], [SettleRange("main", 0, 20)])

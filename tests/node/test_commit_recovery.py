@@ -21,6 +21,7 @@ from turnlane.node import commit_record
 from turnlane.node.commit_apply import CommitJob
 from turnlane.node.commit_record import Commit, SettleRange
 from turnlane.node.node import Node
+from turnlane.node.staging import StageContents
 from turnlane.testing import FaultyDisk
 
 Queues = Mapping[str, Mapping[str, Any]]
@@ -359,7 +360,7 @@ def leave_too_large(data: Path, fits: int) -> None:
     disk = FaultyDisk()
     with Node(data, QUEUES, disk=disk) as node:
         fill(node, "main", 20)
-        with node.staging.stage("b", block_of([]).schema) as stage:
+        with node.staging.stage(StageContents("b", block_of([]).schema)) as stage:
             for each in (short(fits), [LONG]):
                 stage.add(block_of(each))
             first = stage.finish()

@@ -37,7 +37,7 @@ from turnlane.node.event_refs import (
     decode_references,
     read_referenced_events,
 )
-from turnlane.node.staging import Stage, Staging, finish_all
+from turnlane.node.staging import Stage, StageContents, Staging, finish_all
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.producer import BufferedProducer
 from turnlane.retry import Backoff
@@ -165,7 +165,7 @@ def restage_events(part: CommitPart, staging: Staging, queues: Queues) -> list[R
         end = -1
         for _, index, block in read_parts([part], staging, queues):
             if index != end or block.schema != stages[-1][1]:
-                stage = opened.enter_context(staging.stage(part.queue, block.schema))
+                stage = opened.enter_context(staging.stage(StageContents(part.queue, block.schema)))
                 stages.append((index, block.schema, stage))
             stages[-1][2].add(block)
             end = index + block.num_rows
@@ -425,8 +425,9 @@ class CommitJob:
         """Publish parts; return the parts that their queues refuse."""
         publisher = StagePublisher(group, self._queues, self._is_dropped)
         if any(
-            self._queues[part.queue].stored_id and self._context.staging.is_diskless(part.stage)
+            self._queues[part.queue].stored_id and contents is not None and contents.diskless
             for part in group
+            for contents in [self._context.staging.find_contents(part.stage)]
         ):
             self._publish_or_keep_in_memory(publisher, *group)
         else:

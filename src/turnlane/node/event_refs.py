@@ -246,7 +246,7 @@ class CopyByReference(QueueCopy):
         for queue, encoded in self._references.items():
             stage = self._opened.enter_context(self._open_stage(queue, self._source))
             for references, events in encoded:
-                stage.add_references(references, events, self._source.estimate_size(events))
+                stage.add_counted(references, events, self._source.estimate_size(events))
             self.events += stage.events
             stages.append(stage)
         return stages

@@ -271,7 +271,7 @@ _NODE_COUNTERS: Final[MetricTable[Node]] = {
 }
 
 _INPUT_GAUGES: Final[MetricTable[Counter[str]]] = {
-    "input_connections": ("Open connections.", lambda c: c["connections"]),
+    "input_connections": ("Open connections.", lambda c: c["connections"])
 }
 _INPUT_COUNTERS: Final[MetricTable[Counter[str]]] = {
     "input_events": ("Events published to a queue.", lambda c: c["events"]),

@@ -382,7 +382,8 @@ class Node(Closeable):
         """
         check = self.queue(name).producer().check_publishable
         ready = check(pa.RecordBatch.from_pylist([], schema))
-        return self.staging.stage(name, ready.schema, check, spare, diskless=diskless)
+        contents = StageContents(name, ready.schema, spare=spare, diskless=diskless and spare > 0)
+        return self.staging.stage(contents, check)
 
     def copy(self, source: BufferedQueue, into: Sequence[str]) -> QueueCopy:
         """Begin to copy events of a queue, by reference where the source keeps them safely.
@@ -395,10 +396,9 @@ class Node(Closeable):
 
     def _begin_reference_stage(self, name: str, source: BufferedQueue) -> Stage:
         self.queue(name).check_columns(BASE_SCHEMA)
-        contents = StageContents(
-            name, BASE_SCHEMA, 0, 0, source=source.name, source_id=source.stored_id
+        return self.staging.stage(
+            StageContents(name, BASE_SCHEMA, source=source.name, source_id=source.stored_id)
         )
-        return self.staging.begin(contents)
 
     def _build_settings(self, name: str, knobs: Mapping[str, Any]) -> QueueSettings:
         """Return the settings of a queue; kinds on disk get a path in the data directory."""

@@ -52,8 +52,8 @@ class StageContents(NamedTuple):
 
     queue: str
     schema: pa.Schema
-    events: int
-    bytes: int
+    events: int = 0
+    bytes: int = 0
     spare: int = 0
     """How many events may wait in memory if the queue has no room for them; 0: none."""
     diskless: bool = False
@@ -96,13 +96,10 @@ class Stage(Closeable):
         Raises the errors of publishing except ``QueueFull``, and ``OSError``.
         """
         block = self._check(block)
-        self._append(block, block.num_rows, block.nbytes)
+        self.add_counted(block, block.num_rows, block.nbytes)
 
-    def add_references(self, references: Block, events: int, size: int) -> None:
-        """Stage references to ``events`` events of about ``size`` bytes. Raises ``OSError``."""
-        self._append(references, events, size)
-
-    def _append(self, block: Block, events: int, size: int) -> None:
+    def add_counted(self, block: Block, events: int, size: int) -> None:
+        """Stage a block that stands for ``events`` events of about ``size`` bytes. ``OSError``."""
         self._add_to_copy(block)
         if self._fd is not None:
             with self._continue_in_memory():
@@ -198,20 +195,7 @@ class Staging:
         self._lock = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True)
 
-    def stage(
-        self,
-        queue: str,
-        schema: pa.Schema,
-        check: BlockCheck = lambda block: block,
-        spare: int = 0,
-        *,
-        diskless: bool = False,
-    ) -> Stage:
-        """Begin a stage for a queue; see ``StageContents``. Raises ``StorageFailed``."""
-        contents = StageContents(queue, schema, 0, 0, spare, diskless=diskless and spare > 0)
-        return self.begin(contents, check)
-
-    def begin(self, contents: StageContents, check: BlockCheck = lambda block: block) -> Stage:
+    def stage(self, contents: StageContents, check: BlockCheck = lambda block: block) -> Stage:
         """Begin a stage with this description. Raises ``StorageFailed``."""
         try:
             return Stage(self, contents, check)
@@ -237,20 +221,18 @@ class Staging:
 
     def get_contents(self, stage_id: str) -> StageContents:
         """Return the description of a finished stage. Raises ``NoSuchStage``."""
-        try:
-            return self._finished[stage_id][0]
-        except KeyError:
-            raise _build_unknown_error(stage_id) from None
+        found = self.find_contents(stage_id)
+        if found is None:
+            raise NoSuchStage(
+                f"there is no stage {stage_id!r}: it was committed or aborted, or the node was "
+                "restarted"
+            )
+        return found
 
     def find_contents(self, stage_id: str) -> StageContents | None:
         """Return the description of a finished stage, ``None`` if there is no such stage."""
         found = self._finished.get(stage_id)
         return None if found is None else found[0]
-
-    def is_diskless(self, stage_id: str) -> bool:
-        """Whether a finished stage may wait in memory if the disk fails; false if it is gone."""
-        found = self.find_contents(stage_id)
-        return found is not None and found.diskless
 
     def path(self, stage_id: str) -> Path:
         """Return the path of a stage's file."""
@@ -275,8 +257,7 @@ class Staging:
         """Claim finished stages, all of them or none. Raises ``NoSuchStage``."""
         with self._lock:
             for stage_id in stages:
-                if stage_id not in self._finished:
-                    raise _build_unknown_error(stage_id)
+                self.get_contents(stage_id)
             self._claimed.update(stages)
 
     def claim(self, stages: Iterable[str]) -> None:
@@ -327,12 +308,6 @@ class Staging:
 
     def __len__(self) -> int:
         return len(self._finished)
-
-
-def _build_unknown_error(stage_id: str) -> NoSuchStage:
-    return NoSuchStage(
-        f"there is no stage {stage_id!r}: it was committed or aborted, or the node was restarted"
-    )
 
 
 class OverflowBuffer:
@@ -389,18 +364,15 @@ class OverflowBuffer:
         taken = 0
         for name in list(self._waiting):
             with self._lock:
-                taken += self._drain_queue(name, self._waiting[name])
-        return taken
-
-    def _drain_queue(self, name: str, waiting: deque[Block]) -> int:
-        taken = 0
-        while waiting:
-            count = self._publish(name, waiting[0])
-            taken += count
-            oldest = waiting.popleft()
-            if count < oldest.num_rows:
-                waiting.appendleft(oldest.slice(count))
-                break
+                waiting = self._waiting[name]
+                is_full = False
+                while waiting and not is_full:
+                    oldest = waiting.popleft()
+                    count = self._publish(name, oldest)
+                    taken += count
+                    is_full = count < oldest.num_rows
+                    if is_full:
+                        waiting.appendleft(oldest.slice(count))
         return taken
 
     def close(self) -> None:

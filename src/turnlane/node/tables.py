@@ -81,11 +81,10 @@ class ServedTableSettings(BaseModel):
 
     def map(self) -> ShardMap:
         """Return the shards. Raises ``ConfigError``."""
+        shards = [(each.url, each.range) for each in self.shards]
         if self.url is not None:
-            return ShardMap.from_shards([(self.url.get_secret_value(), "-")])
-        return ShardMap.from_shards(
-            [(each.url.get_secret_value(), each.range) for each in self.shards]
-        )
+            shards = [(self.url, "-")]
+        return ShardMap.from_shards([(url.get_secret_value(), range_) for url, range_ in shards])
 
 
 class TableStream(Closeable):
@@ -130,7 +129,11 @@ class TableStream(Closeable):
         listed = list(spans)
         events = dict(self._settled(listed))
         with self._changed:
-            before = {n: event for n, event in self._unsure.items() if _is_within(n, listed)}
+            before = {
+                number: event
+                for number, event in self._unsure.items()
+                if any(first <= number < end for first, end in listed)
+            }
             self._unsure.update(events)
         self._receiver.ack(list(events.values()))
         stored = self._receiver.flush(timeout, (*before.values(), *events.values()))
@@ -202,21 +205,12 @@ def get_event_schema(definition: Definition) -> pa.Schema:
 
 def convert_rows_to_json(block: Block) -> list[list[Any]]:
     """Return the rows of a block as JSON values, bytes in base64."""
-    columns = [
-        [_encode_base64(each) for each in column.to_pylist()]
-        if pa.types.is_binary(column.type)
-        else column.to_pylist()
-        for column in block.columns
-    ]
+
+    def convert(value: Any) -> Any:  # noqa: ANN401 - any value of a column
+        return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+
+    columns = [map(convert, column.to_pylist()) for column in block.columns]
     return [list(row) for row in zip(*columns, strict=True)]
-
-
-def _encode_base64(value: bytes | None) -> str | None:
-    return None if value is None else base64.b64encode(value).decode()
-
-
-def _is_within(number: int, spans: Spans) -> bool:
-    return any(first <= number < end for first, end in spans)
 
 
 class ServedTable(Closeable):
@@ -250,19 +244,16 @@ class ServedTable(Closeable):
         """Connect to the databases, again after every error, and serve until the end."""
         while not self._over.is_set():
             try:
-                self._serve()
+                with connect_shards(self._shards.shards) as databases:
+                    queue = databases.queue(self.name)
+                    queue.manage()
+                    self._queue = queue
+                    self._over.wait()
             except Exception as error:  # noqa: BLE001 - drivers raise any error for a bad address
                 self._trouble = str(error)
                 level = logging.WARNING if isinstance(error, TurnlaneError) else logging.ERROR
                 log.log(level, "table.open_failed", table=self.name, error=error)
                 self._over.wait(RETRY_SECONDS)
-
-    def _serve(self) -> None:
-        with connect_shards(self._shards.shards) as databases:
-            queue = databases.queue(self.name)
-            queue.manage()
-            self._queue = queue
-            self._over.wait()
 
 
 class Tables(Closeable):

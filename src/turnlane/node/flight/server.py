@@ -28,13 +28,7 @@ from turnlane.events import Block
 from turnlane.logs import get_logger
 from turnlane.node.flight import messages
 from turnlane.node.flight.actions import ACTIONS, Actions, Caller
-from turnlane.node.flight.publish import (
-    Peer,
-    PublishStream,
-    SequenceMaps,
-    read_chunks,
-    read_schema,
-)
+from turnlane.node.flight.publish import Peer, PublishStream, SequenceMaps, read_chunks, read_schema
 from turnlane.node.flight.read import (
     AbortableWait,
     consume_stream,

@@ -23,10 +23,10 @@ from turnlane.node.http.request import (
     Body,
     Call,
     CountJson,
+    Endpoint,
     NoParameters,
     RequestContext,
     Scope,
-    endpoint,
     json_response,
 )
 from turnlane.queues.buffered import BufferedQueue
@@ -38,8 +38,6 @@ log = get_logger(__name__)
 
 _KNOBS: Final = QueueSettings.model_fields.keys() - {"name", "path"}
 """The settings that a request may give: its path has the name, and the node chooses the path."""
-
-# ── queues ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class KnobsJson(RootModel[dict[str, Any]]):
@@ -86,98 +84,6 @@ class QueuesJson(TypedDict):
     queues: list[QueueJson]
 
 
-class AdminRoutes:
-    """Administers queues."""
-
-    def __init__(self, context: RequestContext) -> None:
-        self._context = context
-
-    @endpoint(
-        "GET /queues",
-        tag="queues",
-        access=ANY_TOKEN,
-        answers={200: Answer("The queues.", QueuesJson)},
-    )
-    async def queues(self, call: Call) -> Response:
-        """List all queues that the token has a right on."""
-        shown = await self._context.threads.run(self._list_visible, call.bearer)
-        answer: QueuesJson = {"instance": self._context.node.instance, "queues": shown}
-        return json_response(answer)
-
-    def _list_visible(self, bearer: str | None) -> list[QueueJson]:
-        authority = self._context.authority
-        return [
-            _describe_queue(queue)
-            for name, queue in sorted(self._context.node.queues().items())
-            if any(authority.allows(bearer, right, name) for right in Right)
-        ]
-
-    @endpoint(
-        "GET /queues/{queue}",
-        tag="queues",
-        access=Access(Scope.QUEUE, (Right.READ, Right.ADMIN)),
-        answers={200: Answer("The queue.", QueueJson)},
-    )
-    async def queue(self, call: Call) -> Response:
-        """Show a queue's settings, positions and counts."""
-        found = call.find_queue()
-        return json_response(await self._context.threads.run(_describe_queue, found))
-
-    @endpoint(
-        "PUT /queues/{queue}",
-        tag="queues",
-        access=ADMIN_QUEUE,
-        body=Body(
-            {"application/json": KnobsJson},
-            required=False,
-            description="The queue's knobs, as in the configuration.",
-        ),
-        answers={
-            200: Answer("The queue existed, with the same settings.", QueueJson),
-            201: Answer("The queue was created.", QueueJson),
-        },
-        own_errors=(409,),
-    )
-    async def create(self, call: Call[NoParameters, KnobsJson]) -> Response:
-        """Create a queue, unless it exists with the same settings."""
-        knobs = (await call.read_json()).root
-        _check_names(knobs)
-        name: str = call.request.path_params["queue"]
-        shown, is_new = await self._context.threads.run(self._create, name, knobs)
-        return json_response(shown, 201 if is_new else 200)
-
-    def _create(self, name: str, knobs: dict[str, Any]) -> tuple[QueueJson, bool]:
-        is_new = name not in self._context.node.queues()
-        return _describe_queue(self._context.node.create(name, **knobs)), is_new
-
-    @endpoint("DELETE /queues/{queue}", tag="queues", access=ADMIN_QUEUE)
-    async def drop(self, call: Call) -> Response:
-        """Drop a queue that was created at run time, with everything in it."""
-        name: str = call.request.path_params["queue"]
-        await self._context.threads.run(self._context.node.drop, name)
-        return Response(status_code=204)
-
-
-def _check_names(knobs: dict[str, Any]) -> None:
-    for knob in knobs:
-        if knob not in _KNOBS:
-            raise ConfigError(knob[:80], f"there is no such knob{suggest(knob, _KNOBS)}")
-
-
-def _describe_queue(queue: BufferedQueue) -> QueueJson:
-    settings = queue.settings.model_dump(mode="json", exclude={"path", "name"}, exclude_none=True)
-    return {
-        "name": queue.name,
-        "low": queue.low,
-        "end": queue.end,
-        "settings": settings,
-        "stats": queue.stats().as_dict(),
-    }
-
-
-# ── breakers ────────────────────────────────────────────────────────────────────────────────────
-
-
 @with_config(STRICT)
 class BreakerJson(TypedDict):
     """The circuit breaker of an action."""
@@ -206,13 +112,80 @@ class BreakersJson(TypedDict):
     breakers: dict[str, BreakerJson]
 
 
-class BreakerRoutes:
-    """Shows breakers, and resets them."""
+class AdminRoutes:
+    """Administers queues, and shows and resets the breakers of actions."""
 
     def __init__(self, context: RequestContext) -> None:
         self._context = context
 
-    @endpoint(
+    @Endpoint(
+        "GET /queues",
+        tag="queues",
+        access=ANY_TOKEN,
+        answers={200: Answer("The queues.", QueuesJson)},
+    )
+    async def queues(self, call: Call) -> Response:
+        """List all queues that the token has a right on."""
+        shown = await self._context.threads.run(self._list_visible, call.bearer)
+        answer: QueuesJson = {"instance": self._context.node.instance, "queues": shown}
+        return json_response(answer)
+
+    def _list_visible(self, bearer: str | None) -> list[QueueJson]:
+        authority = self._context.authority
+        return [
+            _describe_queue(queue)
+            for name, queue in sorted(self._context.node.queues().items())
+            if any(authority.allows(bearer, right, name) for right in Right)
+        ]
+
+    @Endpoint(
+        "GET /queues/{queue}",
+        tag="queues",
+        access=Access(Scope.QUEUE, (Right.READ, Right.ADMIN)),
+        answers={200: Answer("The queue.", QueueJson)},
+    )
+    async def queue(self, call: Call) -> Response:
+        """Show a queue's settings, positions and counts."""
+        found = call.find_queue()
+        return json_response(await self._context.threads.run(_describe_queue, found))
+
+    @Endpoint(
+        "PUT /queues/{queue}",
+        tag="queues",
+        access=ADMIN_QUEUE,
+        body=Body(
+            {"application/json": KnobsJson},
+            required=False,
+            description="The queue's knobs, as in the configuration.",
+        ),
+        answers={
+            200: Answer("The queue existed, with the same settings.", QueueJson),
+            201: Answer("The queue was created.", QueueJson),
+        },
+        own_errors=(409,),
+    )
+    async def create(self, call: Call[NoParameters, KnobsJson]) -> Response:
+        """Create a queue, unless it exists with the same settings."""
+        knobs = (await call.read_json()).root
+        for knob in knobs:
+            if knob not in _KNOBS:
+                raise ConfigError(knob[:80], f"there is no such knob{suggest(knob, _KNOBS)}")
+        name: str = call.request.path_params["queue"]
+        shown, is_new = await self._context.threads.run(self._create, name, knobs)
+        return json_response(shown, 201 if is_new else 200)
+
+    def _create(self, name: str, knobs: dict[str, Any]) -> tuple[QueueJson, bool]:
+        is_new = name not in self._context.node.queues()
+        return _describe_queue(self._context.node.create(name, **knobs)), is_new
+
+    @Endpoint("DELETE /queues/{queue}", tag="queues", access=ADMIN_QUEUE)
+    async def drop(self, call: Call) -> Response:
+        """Drop a queue that was created at run time, with everything in it."""
+        name: str = call.request.path_params["queue"]
+        await self._context.threads.run(self._context.node.drop, name)
+        return Response(status_code=204)
+
+    @Endpoint(
         "GET /breakers",
         tag="actions",
         access=ANY_TOKEN,
@@ -228,7 +201,7 @@ class BreakerRoutes:
         }
         return json_response({"breakers": shown})
 
-    @endpoint(
+    @Endpoint(
         "POST /breakers/{action}/reset",
         tag="actions",
         access=Access(Scope.TOKEN, (Right.ADMIN,)),
@@ -242,3 +215,14 @@ class BreakerRoutes:
         breaker.gate.reset()
         log.info("breaker.reset", action=action)
         return json_response(breaker.as_dict())
+
+
+def _describe_queue(queue: BufferedQueue) -> QueueJson:
+    settings = queue.settings.model_dump(mode="json", exclude={"path", "name"}, exclude_none=True)
+    return {
+        "name": queue.name,
+        "low": queue.low,
+        "end": queue.end,
+        "settings": settings,
+        "stats": queue.stats().as_dict(),
+    }

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from typing_extensions import TypedDict
 
 from turnlane.errors import NotAllowed
-from turnlane.node.http.admin import AdminRoutes, BreakerRoutes
+from turnlane.node.http.admin import AdminRoutes
 from turnlane.node.http.consume import ConsumeRoutes
 from turnlane.node.http.events import STRICT
 from turnlane.node.http.openapi import make_document
@@ -32,10 +32,10 @@ from turnlane.node.http.request import (
     Access,
     Answer,
     Call,
+    Endpoint,
     RequestContext,
     Scope,
     UncheckedParameters,
-    endpoint,
     json_response,
     list_endpoints,
 )
@@ -83,7 +83,6 @@ class HttpPlane(Closeable):
                 PublishRoutes(context),
                 ConsumeRoutes(context),
                 AdminRoutes(context),
-                BreakerRoutes(context),
                 TableRoutes(context, served),
                 NodeRoutes(context, metrics, waiting_for),
             ),
@@ -139,7 +138,7 @@ class NodeRoutes:
         self._metrics = metrics
         self._waiting_for = waiting_for
 
-    @endpoint(
+    @Endpoint(
         "GET /healthz",
         tag="node",
         access=PUBLIC,
@@ -149,7 +148,7 @@ class NodeRoutes:
         """Say whether the process is alive."""
         return json_response({"status": "ok"})
 
-    @endpoint(
+    @Endpoint(
         "GET /readyz",
         tag="node",
         access=PUBLIC,
@@ -182,7 +181,7 @@ class NodeRoutes:
             if queue.storage_failure
         ]
 
-    @endpoint(
+    @Endpoint(
         "GET /metrics",
         tag="node",
         access=Access(Scope.NODE, (Right.READ,)),
@@ -193,7 +192,7 @@ class NodeRoutes:
         text = await self._context.threads.run(generate_latest, self._metrics)
         return Response(text, media_type=CONTENT_TYPE)
 
-    @endpoint(
+    @Endpoint(
         "GET /openapi.json",
         tag="node",
         access=PUBLIC,
@@ -208,9 +207,7 @@ class NodeRoutes:
 def describe_plane() -> dict[str, Any]:
     """Return the OpenAPI document of the HTTP plane."""
     return make_document(
-        list_endpoints(
-            AdminRoutes, PublishRoutes, ConsumeRoutes, BreakerRoutes, TableRoutes, NodeRoutes
-        )
+        list_endpoints(AdminRoutes, PublishRoutes, ConsumeRoutes, TableRoutes, NodeRoutes)
     )
 
 

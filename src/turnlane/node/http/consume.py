@@ -19,13 +19,13 @@ from turnlane.node.http.request import (
     Access,
     Answer,
     Call,
+    Endpoint,
     Expected,
     NoParameters,
     RequestContext,
     Scope,
     duration,
     encode_json,
-    endpoint,
     json_response,
     whole_number,
 )
@@ -144,7 +144,7 @@ class ConsumeRoutes:
         self._context = context
         self._polls = ThreadLimiter(POLLS)
 
-    @endpoint(
+    @Endpoint(
         "GET /queues/{queue}/events",
         tag="events",
         access=READ_QUEUE,
@@ -192,7 +192,7 @@ class ConsumeRoutes:
             self._context.node.leases.release(lease.id)
             raise
 
-    @endpoint(
+    @Endpoint(
         "GET /queues/{queue}/peek",
         tag="events",
         access=READ_QUEUE,
@@ -204,7 +204,7 @@ class ConsumeRoutes:
         body = await self._context.threads.run(_peek, call.find_queue(), asked.first, asked.max)
         return Response(body, media_type="application/json")
 
-    @endpoint(
+    @Endpoint(
         "POST /queues/{queue}/settle",
         tag="events",
         access=READ_QUEUE,
@@ -219,28 +219,28 @@ class ConsumeRoutes:
         answer: EndsJson = {"low": queue.low, "end": queue.end}
         return json_response(answer)
 
-    @endpoint("POST /leases/{lease}/done", tag="leases", access=_READ_LEASE)
+    @Endpoint("POST /leases/{lease}/done", tag="leases", access=_READ_LEASE)
     async def done(self, call: Call) -> Response:
         """Settle the lease's events as delivered."""
         lease = self._find_lease(call)
         await self._context.threads.run(self._context.node.leases.done, lease)
         return Response(status_code=204)
 
-    @endpoint("POST /leases/{lease}/dead", tag="leases", access=_READ_LEASE)
+    @Endpoint("POST /leases/{lease}/dead", tag="leases", access=_READ_LEASE)
     async def dead(self, call: Call) -> Response:
         """Settle the lease's events as undeliverable."""
         lease = self._find_lease(call)
         await self._context.threads.run(self._context.node.leases.dead, lease)
         return Response(status_code=204)
 
-    @endpoint("POST /leases/{lease}/release", tag="leases", access=_READ_LEASE)
+    @Endpoint("POST /leases/{lease}/release", tag="leases", access=_READ_LEASE)
     async def release(self, call: Call) -> Response:
         """Give the lease's events back, so that a consumer can read them again."""
         lease = self._find_lease(call)
         await self._context.threads.run(self._context.node.leases.release, lease)
         return Response(status_code=204)
 
-    @endpoint("POST /leases/{lease}/extend", tag="leases", access=_READ_LEASE)
+    @Endpoint("POST /leases/{lease}/extend", tag="leases", access=_READ_LEASE)
     async def extend(self, call: Call[ExtendParameters]) -> Response:
         """Keep the lease for longer, counted from now."""
         lease, seconds = self._find_lease(call), call.parameters.lease

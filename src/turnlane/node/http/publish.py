@@ -43,6 +43,7 @@ from turnlane.node.http.request import (
     Body,
     Call,
     CountJson,
+    Endpoint,
     Header,
     NoParameters,
     ParsedText,
@@ -51,7 +52,6 @@ from turnlane.node.http.request import (
     check_texts,
     choice,
     duration,
-    endpoint,
     json_response,
     whole_number,
 )
@@ -178,7 +178,7 @@ class PublishRoutes:
         self._threads = ThreadLimiterByQueue(THREADS)
         self._waiters: dict[tuple[str, AckLevel], _LevelWaiters] = {}
 
-    @endpoint(
+    @Endpoint(
         "POST /queues/{queue}/events",
         tag="events",
         access=Access(Scope.QUEUE, (Right.PUBLISH,)),

@@ -1,9 +1,9 @@
 """Endpoints of the HTTP plane, and the requests to them.
 
-Every endpoint is declared once, by the decorator :func:`endpoint` above its handler: method, path,
-rights, the models of its parameters and of its body, its answers and its errors. The server checks
-each request by this record before the handler runs, and ``openapi.py`` makes the document from the
-same record, so the document describes the checks that the server makes.
+Every endpoint is declared once, by the decorator :class:`Endpoint` above its handler: method, path,
+rights, answers and errors. The types of the handler are the models of its parameters and its body.
+The server checks each request by this record before the handler runs, and ``openapi.py`` makes the
+document from the same record, so the document describes the checks that the server makes.
 
 The order of the checks is the same for all endpoints: the token and its right, then the
 parameters. The handler then finds the queue, table or lease, and reads the body last. The body of
@@ -16,7 +16,7 @@ import enum
 import functools
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Generic, NamedTuple, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
@@ -193,27 +193,32 @@ class Answer:
     media_type: str = "application/json"
 
 
-_DONE: Final = {204: Answer("Done.")}
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(kw_only=True)
 class Endpoint:
-    """An endpoint as it is declared. ``name`` and ``summary`` come from the handler."""
+    """An endpoint, declared as the decorator of the method that handles its calls."""
 
-    method: str
-    path: str
-    name: str
-    summary: str
+    route: str = field(kw_only=False)
+    """The method and the path."""
     tag: str
     access: Access
-    parameters: type[BaseModel]
-    model: type[BaseModel] | None
-    """The model that checks a JSON body; ``None``: no body, or the handler decodes its bytes."""
-    body: Body | None
-    answers: Mapping[int, Answer]
-    own_errors: tuple[int, ...]
+    body: Body | None = None
+    """Given only if the body is not plain JSON that the model of the call describes."""
+    answers: Mapping[int, Answer] = field(default_factory=lambda: {204: Answer("Done.")})
+    own_errors: tuple[int, ...] = ()
     """The statuses of errors that only this endpoint has."""
-    allows_head: bool
+    allows_head: bool = True
+
+    def __call__(self, handler: Handler) -> Handler:
+        """Complete the record: the handler has the name, the summary and the models."""
+        self.method, _, self.path = self.route.partition(" ")
+        self.name = handler.__name__
+        self.summary = (handler.__doc__ or "").partition("\n")[0]
+        call = next(iter(get_type_hints(handler).values()))
+        self.parameters, self.model = (*get_args(call), NoParameters, None)[:2]
+        if self.model is not None and self.body is None:
+            self.body = Body({"application/json": self.model})
+        vars(handler)["endpoint"] = self
+        return handler
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -248,7 +253,7 @@ class Call(Generic[Parameters, Content]):
 
     def __init__(self, context: RequestContext, endpoint: Endpoint, request: Request) -> None:
         self.request = request
-        self.bearer = find_token(request)
+        self.bearer = parse_bearer(request.headers.get("authorization"))
         self._context = context
         self._endpoint = endpoint
         context.authorize(endpoint, request, self.bearer)
@@ -276,45 +281,6 @@ class Call(Generic[Parameters, Content]):
         except ValidationError as error:
             raise ValueError(_explain_body(model, error)) from None
         return content
-
-
-def endpoint(
-    route: str,
-    *,
-    tag: str,
-    access: Access,
-    body: Body | None = None,
-    answers: Mapping[int, Answer] = _DONE,
-    own_errors: tuple[int, ...] = (),
-    allows_head: bool = True,
-) -> Callable[[Handler], Handler]:
-    """Declare an endpoint; ``route`` is its method and path. The decorated method handles calls.
-
-    The name of the method becomes the operation's id, the first line of its docstring the summary.
-    Give ``body`` only if the body is not plain JSON that the model of the call describes.
-    """
-
-    def declare(handler: Handler) -> Handler:
-        call = next(iter(get_type_hints(handler).values()))
-        parameters, model = (*get_args(call), NoParameters, None)[:2]
-        method, _, path = route.partition(" ")
-        vars(handler)["endpoint"] = Endpoint(
-            method,
-            path,
-            handler.__name__,
-            (handler.__doc__ or "").partition("\n")[0],
-            tag,
-            access,
-            parameters,
-            model,
-            body if model is None else body or Body({"application/json": model}),
-            answers,
-            own_errors,
-            allows_head,
-        )
-        return handler
-
-    return declare
 
 
 def list_endpoints(*classes: type) -> Iterator[Endpoint]:
@@ -374,23 +340,15 @@ class RequestContext:
             self.authority.check(bearer, rights[0], name)
 
 
-class _ParameterNames(NamedTuple):
-    """The parameters of a model: those in the query, and the headers with their fields."""
-
-    query: tuple[str, ...]
-    headers: Mapping[str, str]
-
-
 @functools.cache
-def _list_names(model: type[BaseModel]) -> _ParameterNames:
-    headers = {
+def _find_headers(model: type[BaseModel]) -> Mapping[str, str]:
+    """Return the names of the fields that are in headers, by header."""
+    return {
         mark.name: name
-        for name, field in model.model_fields.items()
-        for mark in field.metadata
+        for name, each in model.model_fields.items()
+        for mark in each.metadata
         if isinstance(mark, Header)
     }
-    query = tuple(name for name in model.model_fields if name not in headers.values())
-    return _ParameterNames(query, headers)
 
 
 @functools.cache
@@ -404,21 +362,22 @@ def read_parameters(request: Request, model: type[Parameters]) -> Parameters:
     default: Parameters = _make_default(model)
     if model.model_config.get("extra") == "ignore":
         return default
-    names = _list_names(model)
+    headers = _find_headers(model)
     given: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
-        if name not in names.query:
-            known = f"there are: {', '.join(names.query)}" if names.query else "there are none"
+        if name not in model.model_fields or name in headers.values():
+            names = [each for each in model.model_fields if each not in headers.values()]
+            known = f"there are: {', '.join(names)}" if names else "there are none"
             raise ValueError(f"parameter {name[:80]!r}: no such parameter; {known}")
         if name in given:
             raise ValueError(f"parameter {name!r}: given more than once")
         given[name] = value
-    for header, name in names.headers.items():
+    for header, name in headers.items():
         if (value_of := request.headers.get(header)) is not None:
             given[name] = value_of
     if not given:
         return default
-    places = {name: f"header {header}" for header, name in names.headers.items()}
+    places = {name: f"header {header}" for header, name in headers.items()}
     return check_texts(model, given, lambda name: places.get(name, f"parameter {name!r}"))
 
 
@@ -447,11 +406,6 @@ def _explain_body(model: type[BaseModel], error: ValidationError) -> str:
     marks = model.model_fields[name].metadata
     expected = (mark.text for mark in marks if isinstance(mark, Expected))
     return f"{name}: {next(expected, detail['msg'])}"
-
-
-def find_token(request: Request) -> str | None:
-    """Return the bearer token of a request, ``None`` if it has none."""
-    return parse_bearer(request.headers.get("authorization"))
 
 
 def json_response(content: object, status: int = 200) -> Response:

@@ -18,12 +18,12 @@ from turnlane.node.http.request import (
     READ_TABLE,
     Answer,
     Call,
+    Endpoint,
     Expected,
     NoParameters,
     ParsedText,
     RequestContext,
     encode_json,
-    endpoint,
     json_response,
     whole_number,
 )
@@ -145,7 +145,7 @@ class TableRoutes:
         self._tables = tables
         self._threads = ThreadLimiter(STREAMS)
 
-    @endpoint(
+    @Endpoint(
         "GET /tables",
         tag="tables",
         access=ANY_TOKEN,
@@ -163,7 +163,7 @@ class TableRoutes:
         }
         return json_response(answer)
 
-    @endpoint(
+    @Endpoint(
         "GET /tables/{table}/events",
         tag="tables",
         access=READ_TABLE,
@@ -210,7 +210,7 @@ class TableRoutes:
                     continue
                 said = time.monotonic()
 
-    @endpoint("POST /tables/{table}/streams/{stream}/ack", tag="tables", access=READ_TABLE)
+    @Endpoint("POST /tables/{table}/streams/{stream}/ack", tag="tables", access=READ_TABLE)
     async def ack_events(self, call: Call[NoParameters, AckedJson]) -> Response:
         """Settle events, so that they never fire again; the answer comes once that is stored."""
         stream = self._find_stream(call)
@@ -218,7 +218,7 @@ class TableRoutes:
         await self._threads.run(_store, stream, _list_spans(asked.events))
         return Response(status_code=204)
 
-    @endpoint("POST /tables/{table}/streams/{stream}/nack", tag="tables", access=READ_TABLE)
+    @Endpoint("POST /tables/{table}/streams/{stream}/nack", tag="tables", access=READ_TABLE)
     async def nack_events(self, call: Call[NoParameters, NackedJson]) -> Response:
         """Make events fire again."""
         stream = self._find_stream(call)
