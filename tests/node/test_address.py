@@ -27,7 +27,7 @@ from turnlane.serving.address import Address, check_exposure
         ("logs.example:80", "logs.example", 80, False),
     ],
 )
-def test_an_address_is_read_and_known_as_loopback(
+def test_valid_address_is_parsed_and_loopback_is_recognized(
     text: str, host: str, port: int, loopback: bool
 ) -> None:
     address = Address.parse(text)
@@ -38,12 +38,12 @@ def test_an_address_is_read_and_known_as_loopback(
 @pytest.mark.parametrize(
     "wrong", ["", "8088", 8088, "host", "host:", "host:99999", "::1:80", "a b:1"]
 )
-def test_what_is_no_address_is_refused_with_an_example(wrong: object) -> None:
+def test_invalid_address_is_refused_with_an_example(wrong: object) -> None:
     with pytest.raises(ValueError, match=r"such as 127\.0\.0\.1:8088"):
         Address.parse(wrong)
 
 
-def test_an_address_stands_in_a_model_and_is_written_back() -> None:
+def test_address_in_a_model_is_serialized_as_text() -> None:
     class Model(BaseModel):
         listen: Address
 
@@ -54,7 +54,7 @@ def test_an_address_stands_in_a_model_and_is_written_back() -> None:
         Model.model_validate({"listen": "x"})
 
 
-def test_a_public_address_needs_tls_and_tokens() -> None:
+def test_public_address_without_tls_or_tokens_is_refused() -> None:
     public = Address.parse("0.0.0.0:80")
     for tls, tokens, missing in ((False, False, "tls and tokens"), (True, False, "tokens")):
         with pytest.raises(ConfigError, match=f"needs {missing}: "):
@@ -64,7 +64,7 @@ def test_a_public_address_needs_tls_and_tokens() -> None:
     check_exposure(Address.parse(":80"), tls=False, tokens=False, insecure=False)
 
 
-def test_a_taken_port_and_an_unknown_host_are_told_apart() -> None:
+def test_taken_port_and_unknown_host_raise_different_errors() -> None:
     with Address.parse(":0").listen() as taken:
         taken.listen()
         port = taken.getsockname()[1]

@@ -73,7 +73,7 @@ def allowed(made: RemoteDestinationState, wanted: AllowedSends) -> SendPermit:
     return permit
 
 
-def test_all_tasks_claim_from_one_rate(served: Served) -> None:
+def test_tasks_share_one_rate_limit(served: Served) -> None:
     limited = DeliverySettings(rate_limit=0.001, max_time=3600.0)
     one, other = gate(served, limited), gate(served, limited)
     assert 900 < one.claim(1, 10_000.0) <= 1000
@@ -83,7 +83,7 @@ def test_all_tasks_claim_from_one_rate(served: Served) -> None:
     assert gate(served, AT_ONCE, "free").claim(1000, 0.0) == 0.0
 
 
-def test_failures_of_one_task_are_known_to_all(served: Served) -> None:
+def test_failures_of_one_task_open_the_breaker_for_all(served: Served) -> None:
     one, other = gate(served, PATIENT), gate(served, PATIENT)
     assert one.request_permit().allowed is other.request_permit().allowed is AllowedSends.ALL
     one.report(FAILED)
@@ -99,7 +99,7 @@ def test_failures_of_one_task_are_known_to_all(served: Served) -> None:
     assert gate(served, PATIENT, "another action").request_permit().allowed is AllowedSends.ALL
 
 
-def test_one_probe_however_many_ask_at_once(served: Served) -> None:
+def test_concurrent_requests_get_one_probe(served: Served) -> None:
     opened(served, AT_ONCE)
     wait_until(lambda: served.node.breakers.of("alerts").gate.get_status().wait == 0, "half-open")
     askers = [gate(served, AT_ONCE) for _ in range(8)]
@@ -112,7 +112,7 @@ def test_one_probe_however_many_ask_at_once(served: Served) -> None:
     assert askers[0].request_permit().state is BreakerState.CLOSED
 
 
-def test_a_probe_that_fails_or_is_not_used_makes_way_for_the_next(served: Served) -> None:
+def test_failed_or_unused_probe_is_followed_by_another(served: Served) -> None:
     made = opened(served, AT_ONCE)
     for report in (SendReport(), FAILED):
         permit = allowed(made, AllowedSends.PROBE)
@@ -123,7 +123,7 @@ def test_a_probe_that_fails_or_is_not_used_makes_way_for_the_next(served: Served
     assert made.request_permit().allowed is AllowedSends.ALL
 
 
-def test_a_person_can_close_it(served: Served) -> None:
+def test_reset_closes_the_breaker(served: Served) -> None:
     made = opened(served, PATIENT)
     node = served.client().nodes[0]
     assert node.reset_breaker("alerts")["state"] == "closed"
@@ -132,7 +132,7 @@ def test_a_person_can_close_it(served: Served) -> None:
         node.reset_breaker("alrts")
 
 
-def test_other_settings_hold_from_now_on_and_what_is_known_stays_known(served: Served) -> None:
+def test_changed_settings_apply_and_keep_the_state(served: Served) -> None:
     made = gate(served, AT_ONCE)
     opened(served, PATIENT)
     other = made.request_permit()
@@ -144,7 +144,7 @@ def test_other_settings_hold_from_now_on_and_what_is_known_stays_known(served: S
     assert allowed(made, AllowedSends.PROBE).probe, "closed for no longer than its settings say"
 
 
-def test_pipelines_with_settings_of_their_own_do_not_make_each_other_forget(
+def test_pipelines_with_different_settings_keep_the_state(
     served: Served,
 ) -> None:
     ours, theirs = gate(served, PATIENT), gate(served, AT_ONCE)
@@ -155,16 +155,14 @@ def test_pipelines_with_settings_of_their_own_do_not_make_each_other_forget(
     assert (status.failures, status.opened, status.totals["failures"]) == (2, 1, 2)
 
 
-def test_a_rate_that_changes_gives_nothing_away(served: Served) -> None:
+def test_changed_rate_limit_allows_no_extra_events(served: Served) -> None:
     slow = gate(served, DeliverySettings(rate_limit=0.001, max_time=3600.0))
     fast = gate(served, DeliverySettings(rate_limit=0.002, max_time=3600.0))
     assert 900 < slow.claim(1, 10_000.0) <= 1000
     assert 900 < fast.claim(1, 10_000.0) <= 1000, "two events, of which one was claimed before"
 
 
-def test_a_slow_probe_is_the_only_one_however_long_it_takes(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_probe_stays_the_only_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker, "PROBE_LEASE", 1.0)
     monkeypatch.setattr(client_gate, "HEARTBEAT", 0.02)
     opened(served, AT_ONCE)
@@ -189,7 +187,7 @@ def test_a_slow_probe_is_the_only_one_however_long_it_takes(
     assert other.request_permit().state is BreakerState.CLOSED
 
 
-def test_tasks_share_the_limit_on_sends_under_way(served: Served) -> None:
+def test_tasks_share_the_limit_of_concurrent_sends(served: Served) -> None:
     limited = DeliverySettings(max_in_flight=5)
     one = gate(served, limited, busy=lambda: 0)
     one.request_permit()
@@ -209,7 +207,7 @@ def test_tasks_share_the_limit_on_sends_under_way(served: Served) -> None:
     assert gate(served, limited, "another action").request_permit().allowed is AllowedSends.ALL
 
 
-def test_a_send_under_way_is_its_tasks_own_until_it_ends(served: Served) -> None:
+def test_running_send_keeps_its_share_until_it_ends(served: Served) -> None:
     limited = DeliverySettings(max_in_flight=4)
     sending = 4
     one = gate(served, limited, busy=lambda: sending)
@@ -225,7 +223,7 @@ def test_a_send_under_way_is_its_tasks_own_until_it_ends(served: Served) -> None
     assert other.share == 1
 
 
-def test_a_task_sends_no_more_at_a_time_than_its_share(served: Served) -> None:
+def test_task_never_exceeds_its_share_of_sends(served: Served) -> None:
     settings = DeliverySettings(batch_events=1, concurrency=8, max_in_flight=6)
     others = [gate(served, settings, busy=lambda: 0) for _ in range(2)]
     together = threading.Barrier(2, timeout=TIMEOUT)
@@ -243,7 +241,7 @@ def test_a_task_sends_no_more_at_a_time_than_its_share(served: Served) -> None:
     assert output.most_in_flight == 2
 
 
-def test_the_limit_on_sends_under_way_holds_for_all_processes(served: Served) -> None:
+def test_limit_of_concurrent_sends_holds_across_processes(served: Served) -> None:
     with run_server() as server:
         at = Destination(server)
 
@@ -262,7 +260,7 @@ def test_the_limit_on_sends_under_way_holds_for_all_processes(served: Served) ->
     assert 1 < at.most <= LIMIT
 
 
-def test_a_task_without_a_share_waits_for_one(served: Served) -> None:
+def test_task_without_a_share_waits_for_one(served: Served) -> None:
     settings = DeliverySettings(max_in_flight=1, max_time=TIMEOUT)
     hog = gate(served, settings, busy=lambda: 0)
     hog.request_permit()
@@ -275,7 +273,7 @@ def test_a_task_without_a_share_waits_for_one(served: Served) -> None:
         assert outcome.result(TIMEOUT).delivered == 10
 
 
-def test_tasks_at_work_are_those_that_have_not_left(served: Served) -> None:
+def test_tasks_that_left_are_not_counted_as_live(served: Served) -> None:
     one, other = gate(served, PATIENT), gate(served, PATIENT)
     for each in (one, other):
         each.request_permit()
@@ -298,7 +296,7 @@ def metrics(served: Served) -> dict[str, float]:
     return found
 
 
-def test_metrics_tell_what_tasks_are_doing(served: Served) -> None:
+def test_metrics_show_the_activity_of_tasks(served: Served) -> None:
     settings = DeliverySettings(batch_events=5, concurrency=2, max_time=TIMEOUT)
     started, release = threading.Barrier(3, timeout=TIMEOUT), threading.Event()
 
@@ -330,7 +328,7 @@ def test_metrics_tell_what_tasks_are_doing(served: Served) -> None:
     assert (found["action_delivered_events_total"], found["action_sends_total"]) == (10, 2)
 
 
-def test_metrics_tell_what_went_wrong_and_how_often(served: Served) -> None:
+def test_metrics_count_failures_by_kind(served: Served) -> None:
     settings = DeliverySettings(backoff=0.001, max_backoff=0.002, breaker_failures=6)
     slow = RetryLater("no answer")
     slow.__cause__ = TimeoutError()
@@ -361,7 +359,7 @@ def _token(secret: str, rights: dict[str, Any]) -> TokenSettings:
     return TokenSettings(name=secret, secret=SecretStr(secret), rights=rights)
 
 
-def test_only_those_who_may_read_its_queue_see_and_change_a_breaker(serve: Serve) -> None:
+def test_breaker_without_read_right_is_hidden_and_unchangeable(serve: Serve) -> None:
     tokens = [
         _token("boss", {"*": ["read", "admin"]}),
         _token("lane", {"disk": ["read"]}),
@@ -383,7 +381,7 @@ def test_only_those_who_may_read_its_queue_see_and_change_a_breaker(serve: Serve
     assert boss.reset_breaker("alerts")["failures"] == 0
 
 
-def test_the_command_line_lists_and_resets(served: Served) -> None:
+def test_command_lists_and_resets_breakers(served: Served) -> None:
     def run(*words: str) -> str:
         result = CliRunner().invoke(app, ["breaker", *words, "--endpoint", served.url])
         assert result.exit_code == 0, result.output
@@ -412,7 +410,7 @@ class TestOverHttp:
                 time.sleep(0.002)
             yield made
 
-    def test_breakers_are_seen_and_reset(self, http: HttpServed) -> None:
+    def test_http_lists_and_resets_breakers(self, http: HttpServed) -> None:
         found = http.http.get("/breakers").json()["breakers"]["alerts"]
         assert (found["state"], found["error"], found["queue"]) == ("open", "refused", "orders")
         reset = http.http.post("/breakers/alerts/reset")
@@ -421,7 +419,7 @@ class TestOverHttp:
         unknown = http.http.post("/breakers/alrts/reset")
         assert (unknown.status_code, unknown.json()["error"]) == (404, "NoSuchBreaker")
 
-    def test_metrics_are_those_of_actions(self, http: HttpServed) -> None:
+    def test_scrape_includes_the_metrics_of_actions(self, http: HttpServed) -> None:
         lines = http.http.get("/metrics").text.splitlines()
         assert 'turnlane_circuit_breaker_state{action="alerts",state="open"} 1.0' in lines
         assert 'turnlane_circuit_breaker_state{action="alerts",state="closed"} 0.0' in lines

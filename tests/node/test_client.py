@@ -49,7 +49,7 @@ def _impatient() -> Iterator[None]:
 # A node that is killed
 
 
-def test_what_a_killed_node_called_persisted_is_there_and_nothing_is_there_twice(
+def test_killed_node_has_each_persisted_event_once(
     tmp_path: Path,
 ) -> None:
     """Four producers, a node killed with -9 again and again: every event, once, in order."""
@@ -86,7 +86,7 @@ def test_what_a_killed_node_called_persisted_is_there_and_nothing_is_there_twice
         assert mine == [b"%d-%d" % (number, each) for each in range(total)]
 
 
-def test_a_consumer_goes_on_after_the_node_was_killed(tmp_path: Path) -> None:
+def test_consumer_continues_after_the_node_was_killed(tmp_path: Path) -> None:
     """Everything comes at least once, what was done comes no more."""
     with victim(tmp_path / "data") as node, connect(node.url) as client:
         queue = client.queue("main")
@@ -106,7 +106,7 @@ def test_a_consumer_goes_on_after_the_node_was_killed(tmp_path: Path) -> None:
         assert done + rest == [b"%d" % n for n in range(10)]
 
 
-def test_a_frozen_node_is_waited_for_and_can_be_left(tmp_path: Path) -> None:
+def test_frozen_node_delays_publishers_but_not_close(tmp_path: Path) -> None:
     """Its connections stand, and nothing comes of them; a close does not hang."""
     with victim(tmp_path / "data") as node, connect(node.url) as client:
         queue = client.queue("main", batch_size=1000)
@@ -126,7 +126,7 @@ def test_a_frozen_node_is_waited_for_and_can_be_left(tmp_path: Path) -> None:
         acks.wait_for(3001)
 
 
-def test_a_publisher_that_waits_does_not_wait_for_the_queues_interval(served: Served) -> None:
+def test_waiting_publisher_causes_an_early_sync(served: Served) -> None:
     """As with a queue of one's own, whose writer is told that somebody waits."""
     queue = served.client().queue("slow")
     waiting = queue.producer(ack="persisted")
@@ -142,7 +142,7 @@ def test_a_publisher_that_waits_does_not_wait_for_the_queues_interval(served: Se
 # A node that is away
 
 
-def test_a_client_is_made_before_its_node_is_up(serve: Serve, unused_port: int) -> None:
+def test_client_can_be_created_before_its_node_starts(serve: Serve, unused_port: int) -> None:
     with connect(f"turnlane://127.0.0.1:{unused_port}") as client:
         queue = client.queue("disk")
         producer = queue.producer(ack="persisted", on_ack=(acks := Acks()))
@@ -152,7 +152,7 @@ def test_a_client_is_made_before_its_node_is_up(serve: Serve, unused_port: int) 
         assert values(served.node, "disk") == [b"early"]
 
 
-def test_while_the_node_is_away_publishing_buffers_then_blocks(unused_port: int) -> None:
+def test_publishing_without_the_node_buffers_then_blocks(unused_port: int) -> None:
     with connect(f"turnlane://127.0.0.1:{unused_port}") as client:
         queue = client.queue("disk", batch_size=2, batches=2, shutdown_timeout=0)
         producer = queue.producer()
@@ -170,7 +170,7 @@ def test_while_the_node_is_away_publishing_buffers_then_blocks(unused_port: int)
     ("knobs", "dropped"),
     [({"full_behavior": "drop_newest"}, {"newest": 1}), ({"full_timeout": "10ms"}, {})],
 )
-def test_while_the_node_is_away_publishing_refuses_as_configured(
+def test_publishing_without_the_node_refuses_as_configured(
     unused_port: int, knobs: dict[str, Any], dropped: dict[str, int]
 ) -> None:
     with connect(f"turnlane://127.0.0.1:{unused_port}") as client:
@@ -186,7 +186,7 @@ def test_while_the_node_is_away_publishing_refuses_as_configured(
         assert queue.stats().ledger.dropped == dropped
 
 
-def test_getting_from_a_node_that_is_away_waits_for_it(serve: Serve, unused_port: int) -> None:
+def test_get_without_the_node_waits_for_it(serve: Serve, unused_port: int) -> None:
     with connect(f"turnlane://127.0.0.1:{unused_port}") as client:
         queue = client.queue("disk")
         with pytest.raises(TransportDown):
@@ -199,7 +199,7 @@ def test_getting_from_a_node_that_is_away_waits_for_it(serve: Serve, unused_port
         batch.done()
 
 
-def test_a_node_that_is_stopped_is_waited_for(serve: Serve) -> None:
+def test_client_reconnects_after_the_node_was_stopped(serve: Serve) -> None:
     """Its clients are told, let go, and come again."""
     before = serve(name="same")
     client = before.client()
@@ -218,7 +218,7 @@ def test_a_node_that_is_stopped_is_waited_for(serve: Serve) -> None:
     assert values(after.node, "disk") == [b"a", b"b"]
 
 
-def test_an_outage_is_a_warning_once(unused_port: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_outage_is_logged_once(unused_port: int, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.INFO, "turnlane.queues.proxy"),
         connect(f"turnlane://127.0.0.1:{unused_port}") as client,
@@ -230,9 +230,7 @@ def test_an_outage_is_a_warning_once(unused_port: int, caplog: pytest.LogCapture
     assert logging.WARNING not in levels[1:]
 
 
-def test_a_node_that_does_not_answer_is_given_up_in_time(
-    monkeypatch: pytest.MonkeyPatch, silent_port: int
-) -> None:
+def test_call_to_a_silent_node_times_out(monkeypatch: pytest.MonkeyPatch, silent_port: int) -> None:
     """Something listens there and says nothing."""
     monkeypatch.setattr(node_client, "OPTIONS", [("grpc.min_reconnect_backoff_ms", 200)])
     with connect(f"turnlane://127.0.0.1:{silent_port}") as client:
@@ -253,7 +251,7 @@ class _Mute(flight.FlightServerBase):
         self.speak.wait(PATIENCE)
 
 
-def test_a_node_that_does_not_greet_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_to_a_silent_node_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "GREETING_SECONDS", 0.1)
     with _Mute() as mute, connect(f"turnlane://127.0.0.1:{mute.port}") as client:
         with pytest.raises(TransportDown, match=r"did not answer in 0\.1 s"):
@@ -270,9 +268,7 @@ def test_a_node_that_does_not_greet_is_given_up_in_time(monkeypatch: pytest.Monk
     ("queue", "error"),
     [("missing", NoSuchQueue), ("typed", SchemaMismatch), ("tiny", EventTooLarge)],
 )
-def test_what_the_node_refuses_for_good_fails_the_queue(
-    serve: Serve, queue: str, error: type[Never]
-) -> None:
+def test_permanent_refusal_fails_the_queue(serve: Serve, queue: str, error: type[Never]) -> None:
     """It would refuse it for ever: publishers are told why, and nothing is acked."""
     served = serve(
         {"typed": {"kind": "memory"}, "tiny": {"kind": "memory", "max_event_bytes": 100}}
@@ -299,7 +295,7 @@ def test_what_the_node_refuses_for_good_fails_the_queue(
     assert values(served.node, "typed") == [b"x"]
 
 
-def test_a_failed_queue_still_reads(serve: Serve) -> None:
+def test_failed_queue_can_still_be_read(serve: Serve) -> None:
     served = serve({"tiny": {"kind": "memory", "max_event_bytes": 100}})
     served.node.queue("tiny").producer().publish(b"x")
     queue = served.client().queue("tiny")
@@ -309,7 +305,7 @@ def test_a_failed_queue_still_reads(serve: Serve) -> None:
         assert [event.value for event in batch] == [b"x"]
 
 
-def test_errors_of_calls_are_those_of_the_node(served: Served) -> None:
+def test_call_raises_the_error_of_the_node(served: Served) -> None:
     client = served.client()
     with pytest.raises(NoSuchQueue, match="there is no queue 'nope'"):
         client.wait("nope", 0, 0.0)
@@ -326,7 +322,7 @@ def test_errors_of_calls_are_those_of_the_node(served: Served) -> None:
         client.queue("nope").get(timeout=5)
 
 
-def test_something_else_at_the_address_is_no_node(silent_port: int) -> None:
+def test_other_server_at_the_address_is_refused(silent_port: int) -> None:
     with connect(f"turnlane://127.0.0.1:{silent_port}") as client, pytest.raises(TransportDown):
         client.nodes[0].ping(timeout=0.2)
 
@@ -334,7 +330,7 @@ def test_something_else_at_the_address_is_no_node(silent_port: int) -> None:
 # Commits, as a lane makes them
 
 
-def test_stages_are_committed_together_with_the_range_they_came_from(served: Served) -> None:
+def test_commit_publishes_stages_and_settles_their_range(served: Served) -> None:
     client = served.client()
     served.node.queue("disk").producer().publish_block(block_of([b"a", b"b", b"c"]))
     with client.stage("slow", block_of([]).schema) as stage:
@@ -349,7 +345,7 @@ def test_stages_are_committed_together_with_the_range_they_came_from(served: Ser
     assert values(served.node, "slow") == [b"a", b"b", b"c"]
 
 
-def test_a_lane_commits_where_it_has_read_nothing(served: Served) -> None:
+def test_lane_commits_to_a_node_that_it_did_not_read(served: Served) -> None:
     """Of several nodes one may get what was read from others, its own range long settled."""
     client = served.client()
     served.node.queue("disk").producer().publish_block(block_of([b"a"]))
@@ -368,7 +364,7 @@ def test_a_lane_commits_where_it_has_read_nothing(served: Served) -> None:
     assert values(served.node, "slow") == [b"a", b"of another node"]
 
 
-def test_an_aborted_stage_cannot_be_committed(served: Served) -> None:
+def test_commit_of_an_aborted_stage_is_refused(served: Served) -> None:
     client = served.client()
     with client.stage("disk", block_of([]).schema) as stage:
         stage.write(block_of([b"a"]))
@@ -378,7 +374,7 @@ def test_an_aborted_stage_cannot_be_committed(served: Served) -> None:
         client.commit([stage_id])
 
 
-def test_an_unfinished_stage_is_no_stage_of_its_writer(served: Served) -> None:
+def test_unfinished_stage_has_no_id(served: Served) -> None:
     with served.client().stage("disk", block_of([]).schema) as stage:
         stage.write(block_of([b"a"]))
     assert stage.ids is None
@@ -386,7 +382,7 @@ def test_an_unfinished_stage_is_no_stage_of_its_writer(served: Served) -> None:
     assert values(served.node, "disk") == []
 
 
-def test_a_stage_that_failed_says_why_and_nothing_else(served: Served) -> None:
+def test_failed_stage_raises_only_its_own_error(served: Served) -> None:
     with (
         pytest.raises(SchemaMismatch),
         served.client().stage("disk", pa.schema([("value", pa.int64())])) as stage,
@@ -403,7 +399,7 @@ def test_a_stage_that_failed_says_why_and_nothing_else(served: Served) -> None:
         (block_of([b"x"]).append_column("n", pa.array(["a"])), SchemaMismatch),
     ],
 )
-def test_what_its_queue_could_never_take_is_refused_before_the_commit(
+def test_event_that_the_queue_never_takes_is_refused_before_the_commit(
     serve: Serve, block: pa.RecordBatch, error: type[Exception]
 ) -> None:
     served = serve({"small": {"max_event_bytes": 900}})
@@ -419,7 +415,7 @@ def test_what_its_queue_could_never_take_is_refused_before_the_commit(
 # Columns
 
 
-def test_a_node_that_was_restarted_between_two_streams_is_noticed(serve: Serve) -> None:
+def test_node_restart_between_two_streams_is_noticed(serve: Serve) -> None:
     """It may have lost what the first stream brought: only a new connection sends that again."""
     node = serve({"memory": {"kind": "memory"}})
     client = node.client()
@@ -439,7 +435,7 @@ def test_a_node_that_was_restarted_between_two_streams_is_noticed(serve: Serve) 
     way.close()
 
 
-def test_blocks_of_changing_columns_arrive_in_order(served: Served) -> None:
+def test_blocks_with_changing_columns_arrive_in_order(served: Served) -> None:
     producer = served.client().queue("disk").producer(ack="persisted", on_ack=(acks := Acks()))
     plain = block_of([b"0"])
     for number in range(12):

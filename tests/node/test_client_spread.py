@@ -46,7 +46,9 @@ def both(pair: tuple[Served, Served]) -> Iterator[turnlane.Client]:
         yield client
 
 
-def test_a_key_stays_at_one_node(pair: tuple[Served, Served], both: turnlane.Client) -> None:
+def test_events_of_one_key_go_to_one_node(
+    pair: tuple[Served, Served], both: turnlane.Client
+) -> None:
     producer = both.queue("q", shutdown_timeout=0).producer()
     keys = [f"key-{number % 20}" for number in range(200)]
     producer.publish_block(block_of([key.encode() for key in keys], keys=keys))
@@ -62,7 +64,7 @@ def test_a_key_stays_at_one_node(pair: tuple[Served, Served], both: turnlane.Cli
             assert here.count(value) == 11
 
 
-def test_without_keys_the_nodes_take_turns(
+def test_events_without_keys_go_to_the_nodes_in_turn(
     pair: tuple[Served, Served], both: turnlane.Client
 ) -> None:
     producer = both.queue("q", shutdown_timeout=0).producer()
@@ -74,7 +76,7 @@ def test_without_keys_the_nodes_take_turns(
     assert [each.node.queue("q").end for each in pair] == [24, 24]
 
 
-def test_getting_takes_from_all_nodes_and_acks_come_from_all(
+def test_get_reads_all_nodes_and_acks_come_from_all(
     pair: tuple[Served, Served], both: turnlane.Client
 ) -> None:
     queue = both.queue("q")
@@ -94,7 +96,7 @@ def test_getting_takes_from_all_nodes_and_acks_come_from_all(
     assert queue.stats().ledger.adds_up
 
 
-def test_stats_are_those_of_a_single_queue_added_up(both: turnlane.Client) -> None:
+def test_stats_of_several_nodes_are_added_up(both: turnlane.Client) -> None:
     found = both.queue("q").stats()
     single = both._transport(both.nodes[0], "q")
     with turnlane.open_queue(kind="proxy", name="q", transport=single) as one:
@@ -105,7 +107,7 @@ def test_stats_are_those_of_a_single_queue_added_up(both: turnlane.Client) -> No
     assert found.trouble == ""
 
 
-def test_a_node_that_is_away_delays_only_its_own(
+def test_unreachable_node_delays_only_its_own_events(
     pair: tuple[Served, Served], both: turnlane.Client
 ) -> None:
     queue = both.queue("q", batch_size=4, batches=1, shutdown_timeout=0)
@@ -127,7 +129,7 @@ def test_a_node_that_is_away_delays_only_its_own(
     assert producer.publish(b"x", here)
 
 
-def test_getting_from_several_nodes_times_out_and_is_woken_by_close(both: turnlane.Client) -> None:
+def test_get_from_several_nodes_times_out_and_close_wakes_it(both: turnlane.Client) -> None:
     queue = both.queue("q")
     with pytest.raises(QueueEmpty):
         queue.get(timeout=0.05)
@@ -142,7 +144,7 @@ def test_getting_from_several_nodes_times_out_and_is_woken_by_close(both: turnla
         queue.get()
 
 
-def test_a_batch_nobody_waited_for_is_given_back_at_close(
+def test_batch_that_no_call_received_is_released_at_close(
     pair: tuple[Served, Served], both: turnlane.Client
 ) -> None:
     queue = both.queue("q")
@@ -156,7 +158,7 @@ def test_a_batch_nobody_waited_for_is_given_back_at_close(
     assert sum(each.node.queue("q").stats().ledger.pending for each in pair) == 1
 
 
-def test_smaller_batches_can_be_asked_for_at_any_time(
+def test_get_with_a_smaller_maximum_returns_smaller_batches(
     pair: tuple[Served, Served], both: turnlane.Client
 ) -> None:
     queue = both.queue("q")
@@ -170,7 +172,7 @@ def test_smaller_batches_can_be_asked_for_at_any_time(
         batch.done()
 
 
-def test_an_error_of_one_of_several_nodes_is_raised(pair: tuple[Served, Served]) -> None:
+def test_error_of_one_of_several_nodes_is_raised(pair: tuple[Served, Served]) -> None:
     pair[1].node.create("other", kind="memory")
     with (
         connect(f"{pair[0].url},{pair[1].plane.address}") as client,
@@ -179,7 +181,7 @@ def test_an_error_of_one_of_several_nodes_is_raised(pair: tuple[Served, Served])
         client.queue("other", shutdown_timeout=0).get(timeout=PATIENCE)
 
 
-def test_what_only_one_node_can_do_has_to_be_asked_of_one(both: turnlane.Client) -> None:
+def test_call_for_a_single_node_is_refused_for_several(both: turnlane.Client) -> None:
     with pytest.raises(NotSupported, match="choose a node"):
         both.stats()
     both.create("new", kind="memory")
@@ -197,7 +199,7 @@ def test_what_only_one_node_can_do_has_to_be_asked_of_one(both: turnlane.Client)
         producer.publish(b"x", 5)  # type: ignore[arg-type]
 
 
-def test_a_closed_spread_producer_publishes_no_more(both: turnlane.Client) -> None:
+def test_closed_producer_of_several_nodes_refuses_events(both: turnlane.Client) -> None:
     producer = both.queue("q").producer(ack=AckLevel.ACCEPTED)
     producer.close()
     with pytest.raises(QueueClosed):
@@ -208,7 +210,7 @@ def test_a_closed_spread_producer_publishes_no_more(both: turnlane.Client) -> No
 
 
 @given(st.lists(st.none() | st.text(max_size=40)), st.integers(1, 9), st.integers(0, 5))
-def test_columns_of_keys_are_spread_like_single_keys(
+def test_block_with_keys_is_spread_like_single_events(
     keys: list[str | None], nodes: int, skipped: int
 ) -> None:
     column = pa.array(keys, pa.string()).slice(skipped)
@@ -224,6 +226,6 @@ def test_keys_are_spread_evenly() -> None:
         assert counts.max() < 2200
 
 
-def test_the_hash_of_a_key_never_changes() -> None:
+def test_hash_of_a_key_never_changes() -> None:
     """Or events of a key would be at two nodes after an update of the client."""
     assert [find_node(key, 1000) for key in ("", "a", "user-1", "Straße")] == [0, 215, 999, 267]

@@ -37,7 +37,7 @@ def _impatient() -> Iterator[None]:
         ("turnlane://localhost", ["grpc+tcp://localhost:8815"]),
     ],
 )
-def test_urls_that_are_understood(url: str, locations: list[str]) -> None:
+def test_valid_url_is_parsed(url: str, locations: list[str]) -> None:
     assert NodeUrl.parse(url).locations() == locations
 
 
@@ -55,13 +55,13 @@ def test_urls_that_are_understood(url: str, locations: list[str]) -> None:
         "turnlane://user@a:1",
     ],
 )
-def test_urls_that_are_not_say_what_to_write(url: str) -> None:
+def test_invalid_url_is_refused_with_the_valid_form(url: str) -> None:
     with pytest.raises(ConfigError) as wrong:
         connect(url)
     assert wrong.value.knob == "url"
 
 
-def test_credentials_are_checked_and_not_shown(tmp_path: Path) -> None:
+def test_invalid_credentials_are_refused_and_not_shown(tmp_path: Path) -> None:
     assert "hush" not in repr(Credentials("hush"))
     with pytest.raises(ConfigError, match="token"):
         Credentials("a\nb")
@@ -71,19 +71,19 @@ def test_credentials_are_checked_and_not_shown(tmp_path: Path) -> None:
         connect("turnlanes://localhost:1", tls_ca=tmp_path / "missing.pem")
 
 
-def test_a_lease_that_is_no_duration_is_a_mistake() -> None:
+def test_lease_that_is_not_a_duration_is_refused() -> None:
     with pytest.raises(ConfigError, match="'soon' is not a duration") as wrong:
         connect("turnlane://localhost:1", lease="soon")
     assert wrong.value.knob == "lease"
 
 
-def test_tls_files_without_tls_are_a_mistake(tmp_path: Path) -> None:
+def test_tls_files_without_tls_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="turnlanes://") as wrong:
         connect("turnlane://localhost:1", tls_ca=tmp_path / "ca.pem")
     assert wrong.value.knob == "tls_ca"
 
 
-def test_tls_files_that_hold_something_else_are_named(tmp_path: Path) -> None:
+def test_invalid_tls_file_is_named(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     ca, (cert, key), (_, wrong_key) = certificates.ca, certificates.client, certificates.stranger
     connect("turnlanes://localhost:1", tls_ca=ca, tls_cert=cert, tls_key=key).close()
@@ -106,12 +106,12 @@ for number in range(1000):
 """
 
 
-def test_a_program_that_just_ends_has_sent_everything(served: Served) -> None:
+def test_program_that_ends_without_close_sends_everything(served: Served) -> None:
     subprocess.run([sys.executable, "-c", ENDING, served.url], check=True)
     assert values(served.node, "disk") == [b"%d" % number for number in range(1000)]
 
 
-def test_nothing_of_a_client_is_left_after_its_close(served: Served) -> None:
+def test_closed_client_leaves_no_threads_or_connections(served: Served) -> None:
     before = set(threading.enumerate())
     with connect(served.url) as client:
         queue = client.queue("disk")
@@ -123,7 +123,7 @@ def test_nothing_of_a_client_is_left_after_its_close(served: Served) -> None:
     } == set()
 
 
-def test_leaving_a_queues_block_sends_what_is_left(served: Served) -> None:
+def test_end_of_a_with_block_sends_the_remaining_events(served: Served) -> None:
     """Without this, whoever forgets to flush loses the last batches without a word."""
     with served.client().queue("disk") as queue:
         producer = queue.producer()
@@ -133,7 +133,7 @@ def test_leaving_a_queues_block_sends_what_is_left(served: Served) -> None:
     assert queue.stats().ledger.adds_up
 
 
-def test_a_block_that_fails_does_not_wait_for_the_node(served: Served) -> None:
+def test_with_block_that_raises_does_not_wait_for_the_node(served: Served) -> None:
     served.plane.stop()
     queue = served.client().queue("disk", shutdown_timeout="1h")
 
@@ -147,7 +147,7 @@ def test_a_block_that_fails_does_not_wait_for_the_node(served: Served) -> None:
     assert queue.stats().ledger.dropped == {"closed": 1}
 
 
-def test_a_lane_that_the_node_has_forgotten_is_told_so(served: Served) -> None:
+def test_commit_of_a_forgotten_lane_is_refused(served: Served) -> None:
     """A node that was started anew must not say yes to a commit that would settle nothing."""
     client = served.client()
     with pytest.raises(LaneTaken, match="restart the lane"):

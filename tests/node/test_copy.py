@@ -65,7 +65,7 @@ def test_invalid_offsets_and_routes_are_refused(
 
 
 @pytest.mark.parametrize(("source", "target"), [("nowhere", "memory"), ("disk", "nowhere")])
-def test_a_queue_that_is_not_there_is_named(served: Served, source: str, target: str) -> None:
+def test_unknown_queue_is_named(served: Served, source: str, target: str) -> None:
     served.node.queue("disk").producer().publish_block(block_of([b"a"]))
     copy = served.client().nodes[0].copy(source, [target])
     with pytest.raises(NoSuchQueue, match="nowhere"):

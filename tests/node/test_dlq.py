@@ -76,7 +76,7 @@ def numbers(served: Served, queue: str) -> list[int]:
     return [int(value.split()[1]) for value in values(served.node, queue)]
 
 
-def test_they_are_listed_by_action_and_reason(dead: Served) -> None:
+def test_list_groups_dead_letters_by_action_and_reason(dead: Served) -> None:
     found = objects(run(dead, "list", "--json"))
     assert {each["reason"]: each["events"] for each in found} == {
         "Never": 10,
@@ -102,7 +102,7 @@ def test_they_are_listed_by_action_and_reason(dead: Served) -> None:
         (["--reason", "Nobody"], range(0)),
     ],
 )
-def test_those_are_shown_that_were_asked_for(
+def test_show_selects_the_requested_dead_letters(
     dead: Served, options: list[str], expected: range
 ) -> None:
     found = objects(run(dead, "show", "alerts", "--json", *options))
@@ -111,14 +111,14 @@ def test_those_are_shown_that_were_asked_for(
         assert (each["dead_action"], each["dead_config"]) == ("alerts", "v1")
 
 
-def test_people_see_why_and_what(dead: Served) -> None:
+def test_show_prints_the_reason_and_the_event(dead: Served) -> None:
     text = run(dead, "show", "alerts", "--limit", "1").stdout
     assert text.splitlines()[:2] == ["0  2026-11-16 12:00:00  Never", "  refused: Never"]
     assert "  value: event 0" in text
     assert run(dead, "show", "alerts", "--reason", "x").stdout == "there are none\n"
 
 
-def test_whatever_an_event_holds_is_shown(serve: Serve) -> None:
+def test_show_prints_any_content_of_an_event(serve: Serve) -> None:
     """Bytes that are no text, times that Python has no word for, signs that move a cursor."""
     served = serve(QUEUES)
     block = letters(range(2))
@@ -152,7 +152,9 @@ def test_whatever_an_event_holds_is_shown(serve: Serve) -> None:
         (["replay", "alerts", "--to", "nowhere"], "there is no queue 'nowhere'"),
     ],
 )
-def test_what_cannot_be_done_is_said(dead: Served, words: list[str], message: str) -> None:
+def test_impossible_request_is_refused_with_the_reason(
+    dead: Served, words: list[str], message: str
+) -> None:
     result = run(dead, *words)
     assert result.exit_code != 0
     assert message in result.output
@@ -160,7 +162,7 @@ def test_what_cannot_be_done_is_said(dead: Served, words: list[str], message: st
 
 
 class TestReplay:
-    def test_brings_the_events_back_as_they_were(self, dead: Served) -> None:
+    def test_resend_publishes_the_original_events(self, dead: Served) -> None:
         (said,) = objects(run(dead, "replay", "alerts", "--reason", "Never", "--json"))
         assert said == {"action": "alerts", "to": "alerts", "events": 10}
         assert numbers(dead, "alerts") == list(range(10))
@@ -174,13 +176,13 @@ class TestReplay:
         )
         assert numbers(dead, "alerts") == list(range(30))
 
-    def test_takes_no_more_than_it_is_told_and_goes_where_it_is_told(self, dead: Served) -> None:
+    def test_resend_respects_its_limit_and_target(self, dead: Served) -> None:
         run(dead, "replay", "alerts", "--limit", "7", "--to", "main")
         assert numbers(dead, "main") == list(range(7))
         assert pending(dead) == 23
 
     @pytest.mark.parametrize("limit", [15, 30])
-    def test_of_two_at_once_only_one_sends_an_event(self, dead: Served, limit: int) -> None:
+    def test_two_concurrent_resends_send_an_event_once(self, dead: Served, limit: int) -> None:
         """The other one finds that somebody was faster, and changes nothing."""
         node = dead.client().nodes[0]
 
@@ -198,7 +200,7 @@ class TestReplay:
         assert sorted(numbers(dead, "alerts")) == list(range(limit))
         assert len(dead.node.staging) == 0
 
-    def test_what_dies_again_meanwhile_is_not_sent_again_by_the_same_command(
+    def test_resend_skips_letters_that_die_again_while_it_runs(
         self, dead: Served, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(dead_letters, "STEP", 10)
@@ -213,7 +215,7 @@ class TestReplay:
         assert (numbers(dead, "alerts"), died) == (list(range(30)), list(range(30)))
         assert pending(dead) == 30
 
-    def test_killed_half_way_loses_nothing_and_sends_nothing_twice(self, serve: Serve) -> None:
+    def test_killed_resend_loses_nothing_and_sends_nothing_twice(self, serve: Serve) -> None:
         served = serve(QUEUES)
         count = 50_000
         bury(served, letters(range(count)))
@@ -251,14 +253,14 @@ def _after(do: Callable[[], None], pieces: Iterator[SelectedLetters]) -> Iterato
 
 
 class TestPurge:
-    def test_asks_first(self, dead: Served) -> None:
+    def test_purge_asks_for_confirmation(self, dead: Served) -> None:
         refused = run(dead, "purge", "alerts", "--key", "key-2", given="n\n")
         assert refused.exit_code == 1
         assert "Throw 10 dead letters of alerts away for good (key key-2)?" in refused.output
         assert pending(dead) == 30
         assert not dead.node.audit.path.exists()
 
-    def test_throws_away_no_more_than_was_agreed_to(
+    def test_purge_removes_only_the_confirmed_letters(
         self, dead: Served, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def agree(*_: object, **__: object) -> bool:
@@ -269,7 +271,7 @@ class TestPurge:
         assert run(dead, "purge", "alerts").stdout == "30 dead letters thrown away\n"
         assert numbers(dead, "alerts.dead") == list(range(30, 40))
 
-    def test_throws_away_what_was_chosen_and_writes_it_down(self, dead: Served) -> None:
+    def test_purge_removes_the_selection_and_writes_the_audit_log(self, dead: Served) -> None:
         done = run(dead, "purge", "alerts", "--key", "key-2", "--yes")
         assert done.stdout == "10 dead letters thrown away\n"
         assert pending(dead) == 20
@@ -285,7 +287,7 @@ class TestPurge:
         )
         assert run(dead, "list").stdout == "there are no dead letters\n"
 
-    def test_nothing_is_thrown_away_that_cannot_be_written_down(self, dead: Served) -> None:
+    def test_purge_without_a_writable_audit_log_removes_nothing(self, dead: Served) -> None:
         dead.node.audit.path.mkdir()
         result = run(dead, "purge", "alerts", "--yes")
         assert result.exit_code == 75
@@ -293,7 +295,7 @@ class TestPurge:
         assert pending(dead) == 30
 
 
-def test_letters_with_other_columns_stand_side_by_side(serve: Serve) -> None:
+def test_letters_with_different_columns_are_shown_together(serve: Serve) -> None:
     """As after a change of parsing: what a letter lacks is null."""
     served = serve(QUEUES)
     bury(served, letters(range(2)))
@@ -303,7 +305,7 @@ def test_letters_with_other_columns_stand_side_by_side(serve: Serve) -> None:
     assert [each["value"] for each in found] == ["event 0", "event 1"]
 
 
-def test_large_letters_are_taken_a_few_at_a_time(
+def test_large_letters_are_read_in_small_batches(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten thousand of them need not fit into anybody's memory."""
@@ -319,7 +321,7 @@ def test_large_letters_are_taken_a_few_at_a_time(
     assert pending(served) == 5
 
 
-def test_a_condition_is_checked_before_anything_is_done(dead: Served) -> None:
+def test_invalid_condition_is_refused_before_any_change(dead: Served) -> None:
     node = dead.client().nodes[0]
     with pytest.raises(ConfigError):
         DeadLetters(node, "alerts").purge(LetterFilter(where="x >"), None, lambda _: None)

@@ -93,13 +93,13 @@ def _put(served: Served, command: bytes, *blocks: pa.RecordBatch, metadata: byte
 
 @together
 @given(command=COMMANDS)
-def test_no_command_breaks_a_stream_of_blocks(well: Served, command: bytes) -> None:
+def test_invalid_command_of_a_stream_is_refused(well: Served, command: bytes) -> None:
     _survived(lambda: _put(well, command))
 
 
 @together
 @given(command=COMMANDS)
-def test_no_ticket_breaks_reading(well: Served, command: bytes) -> None:
+def test_invalid_ticket_is_refused(well: Served, command: bytes) -> None:
     if b'"wait"' in command:
         return  # it might be a valid one
     _survived(lambda: well.flight().do_get(flight.Ticket(command)).read_all())
@@ -107,13 +107,13 @@ def test_no_ticket_breaks_reading(well: Served, command: bytes) -> None:
 
 @together
 @given(kind=st.sampled_from(sorted(set(ACTIONS) - {"wait", "drop"})) | st.text(), body=COMMANDS)
-def test_no_body_breaks_an_action(well: Served, kind: str, body: bytes) -> None:
+def test_invalid_body_of_an_action_is_refused(well: Served, kind: str, body: bytes) -> None:
     _survived(lambda: list(well.flight().do_action(flight.Action(kind, body))))
 
 
 @together
 @given(metadata=COMMANDS)
-def test_no_metadata_breaks_publishing(well: Served, metadata: bytes) -> None:
+def test_invalid_metadata_of_a_block_is_refused(well: Served, metadata: bytes) -> None:
     _survived(lambda: _put(well, b'{"publish": "memory"}', block_of([]), metadata=metadata))
 
 
@@ -134,7 +134,7 @@ def test_no_metadata_breaks_publishing(well: Served, metadata: bytes) -> None:
         (b'{"publish": "disk", "producer": "' + b"x" * MAX_COMMAND + b'"}', "are allowed"),
     ],
 )
-def test_a_wrong_command_is_told_what_is_wrong(well: Served, command: bytes, said: str) -> None:
+def test_error_of_a_wrong_command_names_the_field(well: Served, command: bytes, said: str) -> None:
     assert said in _refused(lambda: _put(well, command))
 
 
@@ -151,7 +151,7 @@ def test_a_wrong_command_is_told_what_is_wrong(well: Served, command: bytes, sai
         ({"consume": "nope"}, "turnlane:NoSuchQueue"),
     ],
 )
-def test_a_wrong_ticket_is_told_what_is_wrong(
+def test_error_of_a_wrong_ticket_names_the_field(
     well: Served, ticket: dict[str, Any], said: str
 ) -> None:
     made = flight.Ticket(json.dumps(ticket).encode())
@@ -177,20 +177,20 @@ def test_a_wrong_ticket_is_told_what_is_wrong(
         ("commit", {"stages": "abc"}, "stages: must be a list"),
     ],
 )
-def test_a_wrong_action_is_told_what_is_wrong(
+def test_error_of_a_wrong_action_names_the_field(
     well: Served, kind: str, body: dict[str, Any], said: str
 ) -> None:
     assert said in _refused(lambda: well.act(kind, **body))
 
 
-def test_aborting_what_is_not_there_is_fine(well: Served) -> None:
+def test_abort_of_an_unknown_stage_succeeds(well: Served) -> None:
     assert well.act("abort", stages=["gone", "../../x"]) == {}
 
 
 # Blocks that are not fit
 
 
-def test_a_wrong_column_is_refused_and_named(well: Served) -> None:
+def test_wrong_column_is_refused_and_named(well: Served) -> None:
     block = pa.record_batch({"value": pa.array(["text"])})
     descriptor = flight.FlightDescriptor.for_command(b'{"publish": "disk"}')
 
@@ -205,7 +205,7 @@ def test_a_wrong_column_is_refused_and_named(well: Served) -> None:
     assert values(well.node, "disk") == []
 
 
-def test_staging_a_wrong_column_is_refused_at_once(well: Served) -> None:
+def test_stage_with_a_wrong_column_is_refused_at_once(well: Served) -> None:
     schema = pa.schema([("value", pa.int64())])
     descriptor = flight.FlightDescriptor.for_command(b'{"stage": "disk"}')
 
@@ -238,7 +238,7 @@ def _forged(kind: pa.DataType, offsets: list[int], data: bytes) -> pa.RecordBatc
     ],
     ids=["beyond", "backwards", "negative", "not-utf8"],
 )
-def test_a_forged_block_is_refused(well: Served, command: bytes, block: pa.RecordBatch) -> None:
+def test_forged_block_is_refused(well: Served, command: bytes, block: pa.RecordBatch) -> None:
     """It would have its readers look at memory that is not theirs, or fall over."""
 
     def put() -> None:
@@ -253,7 +253,7 @@ def test_a_forged_block_is_refused(well: Served, command: bytes, block: pa.Recor
     assert values(well.node, "disk") == []
 
 
-def test_numbers_need_a_name(well: Served) -> None:
+def test_sequence_without_a_producer_is_refused(well: Served) -> None:
     said = _refused(
         lambda: _put(well, b'{"publish": "disk"}', block_of([b"x"]), metadata=b'{"sequence": 0}')
     )
@@ -261,7 +261,7 @@ def test_numbers_need_a_name(well: Served) -> None:
 
 
 @pytest.mark.parametrize("sequence", [-1, 1 << 63, "0", 1.5, True])
-def test_a_wrong_number_is_refused(well: Served, sequence: object) -> None:
+def test_invalid_sequence_is_refused(well: Served, sequence: object) -> None:
     metadata = json.dumps({"sequence": sequence}).encode()
     said = _refused(
         lambda: _put(
@@ -278,7 +278,7 @@ def test_huge_metadata_is_refused(well: Served) -> None:
     assert "are allowed" in said
 
 
-def test_what_was_published_before_a_mistake_stays(well: Served) -> None:
+def test_events_published_before_an_error_stay(well: Served) -> None:
     stream = well.stream("disk", "p")
     stream.greet()
     stream.write(b"good", sequence=0)
@@ -289,7 +289,7 @@ def test_what_was_published_before_a_mistake_stays(well: Served) -> None:
     assert values(well.node, "disk") == [b"good"]
 
 
-def test_others_do_not_notice_a_client_that_makes_mistakes(well: Served) -> None:
+def test_faulty_client_does_not_affect_others(well: Served) -> None:
     good = well.stream("disk", "good")
     good.greet()
     for number in range(5):
@@ -299,7 +299,7 @@ def test_others_do_not_notice_a_client_that_makes_mistakes(well: Served) -> None
     assert good.finish() == {"accepted": 5, "persisted": 5, "delivered": 0}
 
 
-def test_bytes_that_are_no_grpc_hurt_nobody(well: Served) -> None:
+def test_bytes_that_are_not_grpc_do_no_harm(well: Served) -> None:
     address = well.plane.address
     for junk in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 10, b""):
         with socket.create_connection((address.host, address.port)) as connection:
@@ -312,7 +312,7 @@ METHODS = ["DoPut", "DoExchange", "DoGet", "DoAction", "GetFlightInfo", "ListFli
 
 @together
 @given(method=st.sampled_from(METHODS), messages=st.lists(st.binary(max_size=200), max_size=4))
-def test_messages_that_are_not_flights_hurt_nobody(
+def test_messages_that_are_not_flight_do_no_harm(
     well: Served, method: str, messages: list[bytes]
 ) -> None:
     """Bytes instead of Flight's own messages, over real gRPC."""
@@ -327,7 +327,7 @@ def test_messages_that_are_not_flights_hurt_nobody(
 # The errors themselves
 
 
-def test_every_error_carries_its_class_twice() -> None:
+def test_error_has_its_class_in_message_and_details() -> None:
     error = build_flight_error(StorageFailed("the disk is gone", after=2.5))
     assert isinstance(error, flight.FlightUnavailableError)
     assert str(error) == "turnlane:StorageFailed: the disk is gone"
@@ -338,12 +338,12 @@ def test_every_error_carries_its_class_twice() -> None:
     }
 
 
-def test_a_long_message_is_cut(well: Served) -> None:
+def test_long_error_message_is_cut(well: Served) -> None:
     assert len(_refused(lambda: well.act("done", lease="x" * 1000))) < 4 * MAX_MESSAGE
     assert len(str(build_flight_error(ValueError("x" * 10_000)))) < MAX_MESSAGE + 50
 
 
-def test_a_failure_of_the_node_itself_is_logged_there_and_not_told(
+def test_internal_error_is_logged_and_hidden_from_the_client(
     well: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> dict[str, Any]:

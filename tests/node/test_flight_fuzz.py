@@ -118,7 +118,7 @@ def sender(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sender]:
 
 
 @pytest.mark.parametrize("form", ["plain", "zstd", "lz4"])
-def test_what_is_not_damaged_is_taken(sender: Sender, form: str) -> None:
+def test_undamaged_stream_is_accepted(sender: Sender, form: str) -> None:
     before = sender.node.queue("orders").end
     messages = flight_data(b'{"publish": "orders"}', STREAMS[form])
     assert sender.send(messages) is grpc.StatusCode.OK
@@ -129,7 +129,7 @@ def test_what_is_not_damaged_is_taken(sender: Sender, form: str) -> None:
 @given(st.sampled_from(sorted(STREAMS)), st.sampled_from(COMMANDS), damages)
 # An offset that points elsewhere: to ask for the block's size by it would end the process.
 @example("plain", COMMANDS[0], [Damage(1, True, 1283, b"\x0e", False)])
-def test_no_damage_hurts_the_node(
+def test_damaged_stream_does_not_harm_the_node(
     sender: Sender,
     caplog: pytest.LogCaptureFixture,
     form: str,
@@ -146,7 +146,7 @@ def test_no_damage_hurts_the_node(
 
 
 @given(st.lists(st.binary(max_size=300), max_size=3))
-def test_what_is_no_flight_data_at_all_hurts_nobody(sender: Sender, messages: list[bytes]) -> None:
+def test_random_flight_data_does_no_harm(sender: Sender, messages: list[bytes]) -> None:
     assert sender.send(messages) in DOCUMENTED
     good = flight_data(b'{"publish": "orders"}', STREAMS["plain"])
     assert sender.send(good) is grpc.StatusCode.OK

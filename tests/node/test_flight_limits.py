@@ -49,7 +49,7 @@ def silent_streams(
 
 
 @pytest.mark.parametrize("method", [PUT, EXCHANGE])
-def test_strangers_that_send_nothing_are_refused_at_once(serve: Serve, method: str) -> None:
+def test_silent_stream_without_a_token_is_refused_at_once(serve: Serve, method: str) -> None:
     """Arrow would wait for their first message, on a thread for each of them."""
     served = serve(QUEUES, authority=Authority([TOKEN]))
     with silent_streams(served, 10, method) as streams:
@@ -57,7 +57,7 @@ def test_strangers_that_send_nothing_are_refused_at_once(serve: Serve, method: s
     assert served.plane.calls.running == 0
 
 
-def test_streams_that_send_nothing_count_as_calls(serve: Serve) -> None:
+def test_silent_streams_count_as_calls(serve: Serve) -> None:
     limits = FlightLimits(max_calls=3)
     served = serve(QUEUES, authority=Authority([TOKEN]), limits=limits)
     with silent_streams(served, 5, metadata=SHOWN) as streams:
@@ -69,7 +69,7 @@ def test_streams_that_send_nothing_count_as_calls(serve: Serve) -> None:
     assert served.client(token="secret").nodes[0].ping()
 
 
-def test_the_list_of_actions_takes_a_token_too(serve: Serve) -> None:
+def test_list_of_actions_needs_a_token(serve: Serve) -> None:
     served = serve(QUEUES, authority=Authority([TOKEN]))
     with pytest.raises(flight.FlightUnauthenticatedError, match="turnlane:NotAllowed"):
         list(served.flight().list_actions())
@@ -78,7 +78,7 @@ def test_the_list_of_actions_takes_a_token_too(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("command", [b'{"publish": "orders"}', b'{"stage": "orders"}'])
-def test_a_client_that_does_not_wait_for_its_answer_is_no_fault_of_the_node(
+def test_client_that_leaves_before_the_answer_is_not_logged_as_an_error(
     serve: Serve,
     command: bytes,
     monkeypatch: pytest.MonkeyPatch,
@@ -113,7 +113,7 @@ def hasty() -> FlightLimits:
     return FlightLimits().model_copy(update={"idle_timeout": 0.2})
 
 
-def test_an_idle_connection_is_cut(serve: Serve) -> None:
+def test_idle_connection_is_closed(serve: Serve) -> None:
     served = serve(QUEUES, limits=hasty())
     address = served.plane.address
     with socket.create_connection((address.host, address.port), PATIENCE) as idle:
@@ -121,14 +121,14 @@ def test_an_idle_connection_is_cut(serve: Serve) -> None:
             pass
 
 
-def test_a_silent_stream_ends_with_its_connection(serve: Serve) -> None:
+def test_silent_stream_ends_with_its_connection(serve: Serve) -> None:
     served = serve(QUEUES, limits=hasty())
     with silent_streams(served, 1) as (stream,):
         assert stream.code() is UNAVAILABLE
     wait_until(lambda: served.plane.calls.running == 0)
 
 
-def test_an_idle_publisher_comes_back_without_a_word(
+def test_idle_publisher_reconnects_without_a_warning(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     served = serve({"orders": {"durability": "always"}}, limits=hasty())
@@ -141,12 +141,12 @@ def test_an_idle_publisher_comes_back_without_a_word(
     assert [record for record in caplog.records if record.levelno > logging.INFO] == []
 
 
-def test_the_idle_time_is_longer_than_any_call_waits() -> None:
+def test_idle_timeout_below_the_longest_wait_is_refused() -> None:
     with pytest.raises(ValidationError, match="idle_timeout"):
         FlightLimits(idle_timeout=300.0)
 
 
-def test_the_newest_of_too_many_connections_are_cut(serve: Serve) -> None:
+def test_newest_connections_beyond_the_limit_are_closed(serve: Serve) -> None:
     served = serve(QUEUES, limits=FlightLimits(max_connections=1))
     first = served.client().nodes[0]
     first.ping()
@@ -183,7 +183,7 @@ def send(served: Served, block: pa.RecordBatch) -> None:
     writer.close()
 
 
-def test_a_bomb_ends_its_stream_and_nothing_else(serve: Serve) -> None:
+def test_block_that_unpacks_too_large_ends_only_its_stream(serve: Serve) -> None:
     served = serve(QUEUES, limits=FlightLimits(max_block_bytes=1 << 20))
     with pytest.raises(flight.FlightServerError, match=r"turnlane:EventTooLarge.*max_block_bytes"):
         send(served, bomb(8 << 20))
@@ -191,7 +191,7 @@ def test_a_bomb_ends_its_stream_and_nothing_else(serve: Serve) -> None:
     assert values(served.node, "orders") == [b"small"]
 
 
-def test_events_that_take_no_room_are_counted_too(serve: Serve) -> None:
+def test_events_without_content_count_against_the_limit(serve: Serve) -> None:
     """They would once the columns are there that their client left out."""
     served = serve(QUEUES, limits=FlightLimits(max_block_bytes=1 << 20))
     nothing = pa.record_batch([pa.nulls(10_000_000)], names=["nothing"])
@@ -199,7 +199,7 @@ def test_events_that_take_no_room_are_counted_too(serve: Serve) -> None:
         send(served, nothing)
 
 
-def test_a_stage_takes_no_bomb_either(serve: Serve) -> None:
+def test_stage_refuses_a_block_that_unpacks_too_large(serve: Serve) -> None:
     served = serve(QUEUES, limits=FlightLimits(max_block_bytes=1 << 20))
     block = bomb(2 << 20)
 
@@ -212,9 +212,7 @@ def test_a_stage_takes_no_bomb_either(serve: Serve) -> None:
         stage()
 
 
-def test_our_own_client_sends_large_blocks_in_pieces(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_client_sends_large_blocks_in_pieces(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_client, "SEND_BYTES", 1 << 19)
     served = serve({"orders": {}, "staged": {}}, limits=FlightLimits(max_block_bytes=1 << 20))
     expected = [b"%d" % number * 10_000 for number in range(100, 200)]
@@ -228,7 +226,7 @@ def test_our_own_client_sends_large_blocks_in_pieces(
     assert values(served.node, "orders") == values(served.node, "staged") == expected
 
 
-def test_nobody_brings_more_while_memory_is_short(serve: Serve) -> None:
+def test_streams_of_blocks_are_refused_while_memory_is_short(serve: Serve) -> None:
     held = pa.allocate_buffer(1 << 20)
     served = serve(QUEUES, limits=FlightLimits(max_memory=held.size))
     served.node.queue("orders").producer().publish(b"x")
@@ -237,6 +235,6 @@ def test_nobody_brings_more_while_memory_is_short(serve: Serve) -> None:
     assert [each.value for each in served.client().queue("orders").get(timeout=PATIENCE)] == [b"x"]
 
 
-def test_metadata_that_is_too_long_is_refused_before_it_is_copied() -> None:
+def test_too_long_metadata_is_refused_before_it_is_copied() -> None:
     with pytest.raises(ConfigError, match=f"{MAX_COMMAND} are allowed"):
         parse_command(BlockMetadata, pa.py_buffer(bytes(MAX_COMMAND + 1)))

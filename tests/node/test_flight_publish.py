@@ -32,7 +32,7 @@ from turnlane.storage.producer_sequences import MAX_RUNS
 from turnlane.testing import FaultyDisk
 
 
-def test_the_first_word_says_who_the_node_is_and_where_to_go_on(served: Served) -> None:
+def test_first_message_has_the_instance_and_the_next_sequence(served: Served) -> None:
     stream = served.stream("disk", "p")
     assert stream.greet() == {
         "instance": served.node.instance,
@@ -41,7 +41,7 @@ def test_the_first_word_says_who_the_node_is_and_where_to_go_on(served: Served) 
     }
 
 
-def test_positions_follow_the_events_from_accepted_to_delivered(served: Served) -> None:
+def test_progress_follows_events_from_accepted_to_delivered(served: Served) -> None:
     stream = served.stream("disk", "p", ack="delivered")
     stream.greet()
     stream.write(b"a", b"b", sequence=0)
@@ -53,7 +53,7 @@ def test_positions_follow_the_events_from_accepted_to_delivered(served: Served) 
     assert stream.finish() == {"accepted": 3, "persisted": 3, "delivered": 3}
 
 
-def test_nothing_is_called_persisted_before_it_is_synced(served: Served) -> None:
+def test_event_is_not_reported_persisted_before_the_sync(served: Served) -> None:
     first = served.stream("slow", ack="persisted")  # after this sync, the next is in an hour
     first.write(b"a")
     first.finish()
@@ -63,7 +63,7 @@ def test_nothing_is_called_persisted_before_it_is_synced(served: Served) -> None
     assert stream.finish() == {"accepted": 1, "persisted": 0, "delivered": 0}
 
 
-def test_who_waits_for_persisted_does_not_wait_for_the_interval(served: Served) -> None:
+def test_wait_for_persisted_causes_an_early_sync(served: Served) -> None:
     first = served.stream("slow")
     first.write(b"a")
     assert first.finish() is not None
@@ -76,7 +76,7 @@ def test_who_waits_for_persisted_does_not_wait_for_the_interval(served: Served) 
     second.finish()
 
 
-def test_a_lot_is_synced_before_its_time(served: Served) -> None:
+def test_many_unsynced_bytes_cause_an_early_sync(served: Served) -> None:
     """A client keeps what is not persisted, and cannot keep everything for an hour."""
     stream = served.stream("slow", "p", ack="accepted")
     stream.greet()
@@ -85,7 +85,7 @@ def test_a_lot_is_synced_before_its_time(served: Served) -> None:
     stream.finish()
 
 
-def test_what_a_failed_sync_has_dropped_is_there_once_it_is_called_persisted(
+def test_event_reported_persisted_after_a_failed_sync_is_stored(
     serve: Serve,
 ) -> None:
     disk = FaultyDisk()
@@ -106,7 +106,7 @@ def test_what_a_failed_sync_has_dropped_is_there_once_it_is_called_persisted(
     assert values(again.node, "slow") == [b"first", b"a", b"b", b"c"]
 
 
-def test_a_queue_without_patience_is_not_asked_again_and_again(serve: Serve) -> None:
+def test_full_queue_without_timeout_is_not_polled(serve: Serve) -> None:
     served = serve({"full": {"kind": "memory", "size": 1, "full_timeout": 0}})
     stream = served.stream("full", ack="accepted")
     stream.write(b"a")
@@ -120,7 +120,7 @@ def test_a_queue_without_patience_is_not_asked_again_and_again(serve: Serve) -> 
     assert queue.end == 2
 
 
-def test_without_a_name_events_are_counted_from_zero_on_every_stream(served: Served) -> None:
+def test_unnamed_stream_counts_from_zero(served: Served) -> None:
     for _ in range(2):
         stream = served.stream("disk")
         assert stream.greet()["resume_at"] == 0
@@ -129,7 +129,7 @@ def test_without_a_name_events_are_counted_from_zero_on_every_stream(served: Ser
     assert values(served.node, "disk") == [b"a", b"b"] * 2
 
 
-def test_a_stream_that_ends_well_is_persisted(served: Served) -> None:
+def test_events_of_a_finished_stream_are_persisted(served: Served) -> None:
     """A client that only writes and closes may rely on it."""
     stream = served.stream("disk")
     stream.write(b"a")
@@ -138,7 +138,7 @@ def test_a_stream_that_ends_well_is_persisted(served: Served) -> None:
     assert state_of(queue).acks.persisted.position == 1
 
 
-def test_repeats_are_dropped_and_acked(served: Served) -> None:
+def test_repeated_events_are_dropped_and_acked(served: Served) -> None:
     first = served.stream("disk", "p")
     first.greet()
     first.write(b"a", b"b", b"c", sequence=0)
@@ -150,7 +150,7 @@ def test_repeats_are_dropped_and_acked(served: Served) -> None:
     assert values(served.node, "disk") == [b"a", b"b", b"c", b"d"]
 
 
-def test_a_number_that_comes_after_a_higher_one_is_taken(serve: Serve) -> None:
+def test_late_lower_sequence_is_accepted(serve: Serve) -> None:
     """On the same stream, on another one, and after a restart: once each."""
     served = serve(name="same")
     first = served.stream("disk", "p")
@@ -175,7 +175,7 @@ def test_a_number_that_comes_after_a_higher_one_is_taken(serve: Serve) -> None:
     assert values(after.node, "disk") == [b"%d" % number for number in expected]
 
 
-def test_a_late_number_has_come_to_its_level_when_the_stream_ends(served: Served) -> None:
+def test_late_sequence_reaches_its_level_before_the_stream_ends(served: Served) -> None:
     """The reports are ahead of it, the end of the stream is not."""
     stream = served.stream("memory", "p", ack="delivered")
     stream.greet()
@@ -191,7 +191,7 @@ def test_a_late_number_has_come_to_its_level_when_the_stream_ends(served: Served
     finishing.result()
 
 
-def test_a_client_may_leave_numbers_out_without_end(served: Served) -> None:
+def test_client_may_skip_any_number_of_sequences(served: Served) -> None:
     """One that drops events itself has as many gaps as drops."""
     stream = served.stream("disk", "p")
     stream.greet()
@@ -202,7 +202,7 @@ def test_a_client_may_leave_numbers_out_without_end(served: Served) -> None:
     assert len(values(served.node, "disk")) == 3 * MAX_RUNS
 
 
-def test_repeats_of_what_was_delivered_are_called_delivered(served: Served) -> None:
+def test_repeats_of_delivered_events_are_reported_delivered(served: Served) -> None:
     first = served.stream("memory", "p")
     first.write(b"a", b"b", sequence=0)
     first.finish()
@@ -212,7 +212,7 @@ def test_repeats_of_what_was_delivered_are_called_delivered(served: Served) -> N
     assert second.finish() == {"accepted": 2, "persisted": 2, "delivered": 2}
 
 
-def test_after_a_restart_the_node_knows_what_it_has_and_says_so(serve: Serve) -> None:
+def test_restarted_node_reports_the_known_sequence(serve: Serve) -> None:
     before = serve(name="same")
     stream = before.stream("disk", "p")
     stream.write(b"a", b"b", sequence=0)
@@ -226,7 +226,7 @@ def test_after_a_restart_the_node_knows_what_it_has_and_says_so(serve: Serve) ->
     assert values(after.node, "disk") == [b"a", b"b"]
 
 
-def test_other_producers_do_not_make_acks_early(served: Served) -> None:
+def test_other_producers_do_not_cause_early_acks(served: Served) -> None:
     """Many producers, one queue, consumed bit by bit: nobody hears more than is true."""
     streams = [served.stream("memory", name, ack="delivered") for name in "abc"]
     for number in range(5):
@@ -248,7 +248,7 @@ def test_other_producers_do_not_make_acks_early(served: Served) -> None:
         assert reported[-1] == 5
 
 
-def test_a_full_queue_makes_the_stream_wait_and_nothing_else(served: Served) -> None:
+def test_full_queue_delays_only_its_own_stream(served: Served) -> None:
     """Reports go on while reading is held up, and other queues do not notice."""
     stream = served.stream("memory", "p")
     stream.greet()
@@ -272,7 +272,7 @@ def test_a_full_queue_makes_the_stream_wait_and_nothing_else(served: Served) -> 
     stream.finish()
 
 
-def test_what_is_shed_while_it_waits_is_counted_once(serve: Serve) -> None:
+def test_events_dropped_during_a_wait_are_counted_once(serve: Serve) -> None:
     """Standing in line is one attempt, however long it takes."""
     knobs = {"kind": "memory", "size": 10, "discard_mark": 5, "discard_severity": 6}
     served = serve({"shedding": knobs})
@@ -289,7 +289,7 @@ def test_what_is_shed_while_it_waits_is_counted_once(serve: Serve) -> None:
     assert queue.stats().ledger.dropped == {"severity": 1}
 
 
-def test_a_new_stream_of_a_producer_ends_the_one_before(served: Served) -> None:
+def test_new_stream_of_a_producer_ends_the_old_stream(served: Served) -> None:
     """What the old one still carries is not taken: its numbers belong to the new one."""
     old = served.stream("memory", "p")
     old.greet()
@@ -308,7 +308,7 @@ def test_a_new_stream_of_a_producer_ends_the_one_before(served: Served) -> None:
     assert values(served.node, "memory") == [b"new"]
 
 
-def test_streams_that_take_over_from_each_other_leave_every_event_once(served: Served) -> None:
+def test_competing_streams_publish_every_event_once(served: Served) -> None:
     """Clients that believe the others dead all send the same: it is there once, in order."""
     everything = [b"%d" % number for number in range(40)]
 
@@ -333,7 +333,7 @@ def test_streams_that_take_over_from_each_other_leave_every_event_once(served: S
     assert values(served.node, "disk") == everything
 
 
-def test_a_client_that_vanishes_leaves_nothing_standing_in_line(served: Served) -> None:
+def test_client_that_leaves_is_removed_from_the_waiting_line(served: Served) -> None:
     client = served.client()
     command = {"publish": "memory", "producer": "p"}
     writer, reader = client.nodes[0].exchange(command)
@@ -347,7 +347,7 @@ def test_a_client_that_vanishes_leaves_nothing_standing_in_line(served: Served) 
     assert values(served.node, "memory") == [b"x"] * 60
 
 
-def test_columns_of_ones_own_are_kept(served: Served) -> None:
+def test_extra_columns_are_kept(served: Served) -> None:
     block = block_of([b"a"]).append_column("user", pa.array([7]))
     descriptor = flight.FlightDescriptor.for_command(b'{"publish": "disk"}')
     writer, _ = served.flight().do_put(descriptor, block.schema)
@@ -357,7 +357,7 @@ def test_columns_of_ones_own_are_kept(served: Served) -> None:
     assert read.column("user").to_pylist() == [7]
 
 
-def test_a_stop_ends_streams_that_are_idle_or_wait_for_room(serve: Serve) -> None:
+def test_stop_ends_idle_and_waiting_streams(serve: Serve) -> None:
     """Flight itself would wait for their clients for ever."""
     served = serve()
     idle = served.stream("disk", "idle")
@@ -390,7 +390,7 @@ sys.stdin.readline()
 """
 
 
-def test_a_program_that_ends_without_a_stop_does_end(tmp_path: Path) -> None:
+def test_program_that_ends_without_stop_does_not_hang(tmp_path: Path) -> None:
     """A client is connected, and has nothing to say."""
     command = [sys.executable, "-c", LEAVING, str(tmp_path)]
     with subprocess.Popen(
@@ -406,7 +406,7 @@ def test_a_program_that_ends_without_a_stop_does_end(tmp_path: Path) -> None:
             assert program.wait(PATIENCE) == 0
 
 
-def test_a_stop_ends_calls_that_wait(serve: Serve) -> None:
+def test_stop_ends_waiting_calls(serve: Serve) -> None:
     served = serve()
     client = served.client().nodes[0]
     wait = Task(lambda: client.wait("disk", 0, 60.0))
@@ -420,7 +420,7 @@ def test_a_stop_ends_calls_that_wait(serve: Serve) -> None:
             task.result()
 
 
-def test_cutting_connections_leaves_no_files_open(served: Served) -> None:
+def test_shutdown_of_connections_leaves_no_open_files(served: Served) -> None:
     """A stop does it again and again, and most of what is open is no connection."""
     client = served.client()
     client.queue("disk").producer(ack="persisted").publish(b"x")
@@ -431,7 +431,7 @@ def test_cutting_connections_leaves_no_files_open(served: Served) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 2  # others may open some, not all twice
 
 
-def test_a_look_at_connections_keeps_the_locks_on_files(served: Served, tmp_path: Path) -> None:
+def test_check_of_connections_keeps_file_locks(served: Served, tmp_path: Path) -> None:
     """A process that closes any descriptor of a file loses its locks; SQLite relies on them."""
     address = served.plane.address
     with (
@@ -453,7 +453,7 @@ def test_a_look_at_connections_keeps_the_locks_on_files(served: Served, tmp_path
         assert "BlockingIOError" in other.stderr
 
 
-def test_a_hundred_calls_that_wait_do_not_hold_up_publishing(served: Served) -> None:
+def test_hundred_waiting_calls_do_not_delay_publishing(served: Served) -> None:
     node = served.client().nodes[0]
     waits = [Task(lambda: node.wait("memory", 0, 60.0)) for _ in range(100)]
     wait_until(lambda: len(state_of(served.node.queue("memory")).waiting_readers) == 100)
@@ -467,7 +467,7 @@ def test_a_hundred_calls_that_wait_do_not_hold_up_publishing(served: Served) -> 
         assert wait.result().end == 1
 
 
-def test_more_calls_than_allowed_are_told_to_come_back(serve: Serve) -> None:
+def test_calls_beyond_the_limit_are_refused_temporarily(serve: Serve) -> None:
     served = serve(limits=FlightLimits(max_calls=1))
     stream = served.stream("disk")
     stream.greet()
@@ -477,7 +477,7 @@ def test_more_calls_than_allowed_are_told_to_come_back(serve: Serve) -> None:
     wait_until(lambda: _answers(served))
 
 
-def test_streams_that_are_read_count_as_calls_to_their_end(
+def test_reading_streams_count_as_calls_until_they_end(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_refs, "READ_EVENTS", 10)
@@ -502,7 +502,7 @@ def _answers(served: Served) -> bool:
         return False
 
 
-def test_a_long_route_stays_short_and_true() -> None:
+def test_sequence_map_stays_small_and_never_acks_early() -> None:
     """Nobody consumes for a long time: memory stays bounded, no report comes too early."""
     queue = open_buffered_queue(kind="memory", size=10 * MAX_PAIRS)
     route = SequenceMap(queue)
@@ -519,7 +519,7 @@ def test_a_long_route_stays_short_and_true() -> None:
     queue.close()
 
 
-def test_a_stage_is_named_once_it_is_on_disk(served: Served, tmp_path: Path) -> None:
+def test_stage_id_is_sent_after_the_sync(served: Served, tmp_path: Path) -> None:
     stream = Stream(served.flight(), json.dumps({"stage": "disk"}).encode())
     stream.write(b"a", b"b")
     stream.write(b"c")

@@ -29,7 +29,7 @@ def _ticket(**command: object) -> flight.Ticket:
     return flight.Ticket(json.dumps(command).encode())
 
 
-def test_a_range_is_read_and_left_in_place(served: Served) -> None:
+def test_read_returns_a_range_and_settles_nothing(served: Served) -> None:
     _publish(served, block_of(_numbers(0, 100)))
     for _ in range(2):
         table = served.flight().do_get(_ticket(read="disk", first=10, end=20)).read_all()
@@ -37,7 +37,7 @@ def test_a_range_is_read_and_left_in_place(served: Served) -> None:
     assert served.node.queue("disk").low == 0
 
 
-def test_every_block_says_where_it_begins(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_has_its_first_offset(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_refs, "READ_EVENTS", 30)
     _publish(served, block_of(_numbers(0, 100)))
     firsts = [
@@ -47,7 +47,7 @@ def test_every_block_says_where_it_begins(served: Served, monkeypatch: pytest.Mo
     assert firsts == [5, 35, 65, 95]
 
 
-def test_what_is_settled_is_left_out(served: Served) -> None:
+def test_settled_events_are_not_read(served: Served) -> None:
     _publish(served, block_of(_numbers(0, 10)))
     served.act("settle", queue="disk", first=0, end=4)
     ends = served.client().wait("disk", 0, 0.0)
@@ -56,7 +56,7 @@ def test_what_is_settled_is_left_out(served: Served) -> None:
     assert found == [(4, 6)]
 
 
-def test_only_the_columns_that_are_asked_for_are_sent_in_few_blocks(served: Served) -> None:
+def test_requested_columns_are_sent_in_few_blocks(served: Served) -> None:
     for number in range(5):
         extra = pa.array([f"c{number}"])
         _publish(served, block_of([b"<%d>a" % number], keys=["k"]).append_column("colour", extra))
@@ -70,7 +70,7 @@ def test_only_the_columns_that_are_asked_for_are_sent_in_few_blocks(served: Serv
 
 
 @pytest.mark.parametrize("columns", [[], ["unheard of"]])
-def test_events_are_told_of_though_none_of_their_columns_is(
+def test_events_without_requested_columns_are_still_counted(
     served: Served, columns: list[str]
 ) -> None:
     _publish(served, block_of(_numbers(0, 100)))
@@ -78,13 +78,13 @@ def test_events_are_told_of_though_none_of_their_columns_is(
     assert (first, block.num_rows, block.schema.names) == (10, 10, ["severity"])
 
 
-def test_nothing_to_read_is_a_stream_without_blocks(served: Served) -> None:
+def test_empty_range_is_a_stream_without_blocks(served: Served) -> None:
     reader = served.flight().do_get(_ticket(read="disk", first=7, end=7))
     assert reader.schema == BASE_SCHEMA
     assert reader.read_all().num_rows == 0
 
 
-def test_a_stream_has_one_schema_whatever_the_blocks_have(served: Served) -> None:
+def test_blocks_with_different_columns_get_one_schema(served: Served) -> None:
     """Columns are matched by name; what a block does not have is null."""
     _publish(served, block_of([b"a"]))
     _publish(served, block_of([b"b"]).append_column("user", pa.array([1])))
@@ -95,7 +95,7 @@ def test_a_stream_has_one_schema_whatever_the_blocks_have(served: Served) -> Non
     assert table.column("city").to_pylist() == [None, None, "Bonn"]
 
 
-def test_columns_are_known_again_after_a_restart(serve: Serve) -> None:
+def test_columns_are_known_after_a_restart(serve: Serve) -> None:
     before = serve(name="same")
     _publish(before, block_of([b"b"]).append_column("user", pa.array([1])))
     before.close()
@@ -104,7 +104,7 @@ def test_columns_are_known_again_after_a_restart(serve: Serve) -> None:
     assert table.column("user").to_pylist() == [1]
 
 
-def test_a_column_that_comes_while_reading_is_read_by_asking_again(
+def test_new_column_during_a_read_is_read_by_the_next_request(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client of ours does that by itself."""
@@ -119,14 +119,14 @@ def test_a_column_that_comes_while_reading_is_read_by_asking_again(
     assert rest[-1][1].column("user").to_pylist() == [1]
 
 
-def test_waiting_ends_when_an_event_comes(served: Served) -> None:
+def test_wait_ends_when_an_event_arrives(served: Served) -> None:
     wait = Task(lambda: served.client().wait("disk", 0, 60.0))
     wait_until(lambda: bool(state_of(served.node.queue("disk")).waiting_readers))
     served.node.queue("disk").producer().publish(b"x")
     assert wait.result()[:2] == (1, 0)
 
 
-def test_waiting_in_vain_ends_in_time(served: Served) -> None:
+def test_wait_without_events_times_out(served: Served) -> None:
     assert served.client().wait("disk", 0, 0.01)[:2] == (0, 0)
 
 
@@ -134,7 +134,7 @@ def _id_of(served: Served, queue: str) -> str:
     return served.client().wait(queue, -1, 0.0).queue_id
 
 
-def test_a_queue_is_another_once_it_was_made_anew(served: Served) -> None:
+def test_recreated_queue_has_a_new_id(served: Served) -> None:
     for knobs in ({}, {"kind": "memory"}, {"kind": "disk_assisted"}):
         served.node.create("late", **knobs)
         before = _id_of(served, "late")
@@ -145,7 +145,7 @@ def test_a_queue_is_another_once_it_was_made_anew(served: Served) -> None:
         served.node.drop("late")
 
 
-def test_a_queue_is_the_same_after_a_restart_if_it_is_on_disk(serve: Serve) -> None:
+def test_disk_queue_keeps_its_id_after_a_restart(serve: Serve) -> None:
     before = serve(name="same")
     ids = {queue: _id_of(before, queue) for queue in ("disk", "slow", "memory")}
     before.close()
@@ -154,7 +154,7 @@ def test_a_queue_is_the_same_after_a_restart_if_it_is_on_disk(serve: Serve) -> N
     assert same == {"disk", "slow"}, "what was in memory is no more"
 
 
-def test_what_was_read_from_another_queue_of_its_name_is_not_settled(served: Served) -> None:
+def test_settle_with_the_id_of_a_dropped_queue_changes_nothing(served: Served) -> None:
     client = served.client()
     served.node.create("late")
     before = _id_of(served, "late")
@@ -168,7 +168,7 @@ def test_what_was_read_from_another_queue_of_its_name_is_not_settled(served: Ser
     assert served.node.queue("late").low == 6
 
 
-def test_a_generic_client_can_look_around(served: Served) -> None:
+def test_generic_flight_client_can_list_and_read_queues(served: Served) -> None:
     _publish(served, block_of([b"a"] * 3).append_column("user", pa.array([1, 2, 3])))
     client = served.flight()
     infos = {(info.descriptor.path or [b""])[0]: info for info in client.list_flights()}
@@ -185,7 +185,7 @@ def test_a_generic_client_can_look_around(served: Served) -> None:
     assert all(action.description for action in actions)
 
 
-def test_queues_are_made_looked_at_and_dropped(served: Served) -> None:
+def test_queues_are_created_listed_and_dropped(served: Served) -> None:
     client = served.client()
     client.create("new", kind="memory", size=7)
     client.create("new", kind="memory", size=7)

@@ -70,9 +70,7 @@ NEEDS = {"publish": "publish", "stage": "publish", "create": "admin", "drop": "a
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("token", [None, "wrong", "stale", "writer", "reader", "boss"])
-def test_a_token_gives_its_rights_and_no_more(
-    guarded: Served, call: str, token: str | None
-) -> None:
+def test_token_gives_only_its_rights(guarded: Served, call: str, token: str | None) -> None:
     guarded.node.create("made", kind="memory")
     rights = {"writer": ["publish"], "reader": ["read"], "boss": ["publish", "read", "admin"]}
     allowed = NEEDS.get(call, "read") in rights.get(token or "", [])
@@ -84,14 +82,14 @@ def test_a_token_gives_its_rights_and_no_more(
         CALLS[call](client, "orders")
 
 
-def test_a_copy_takes_the_rights_of_both_ends(guarded: Served) -> None:
+def test_copy_needs_rights_on_source_and_target(guarded: Served) -> None:
     for token, is_allowed in {"writer": False, "reader": False, "boss": True}.items():
         copy = guarded.client(token=token).nodes[0].copy("logs", ["orders"])
         with contextlib.nullcontext() if is_allowed else pytest.raises(NotAllowed):
             assert copy.finish_all() == []
 
 
-def test_rights_are_those_of_the_queue(guarded: Served) -> None:
+def test_rights_apply_to_their_queue_only(guarded: Served) -> None:
     client = guarded.client(token="writer")
     with pytest.raises(NotAllowed, match="token writer does not give the right to publish on "):
         client.queue("logs").producer(ack="persisted").publish(b"x")
@@ -107,7 +105,7 @@ def test_rights_are_those_of_the_queue(guarded: Served) -> None:
         ("writer", flight.FlightUnauthorizedError),
     ],
 )
-def test_flight_clients_can_tell_who_from_what(
+def test_unknown_token_and_missing_right_have_different_errors(
     guarded: Served, token: str | None, kind: type[Exception]
 ) -> None:
     headers: Any = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
@@ -119,13 +117,13 @@ def test_flight_clients_can_tell_who_from_what(
 @pytest.mark.parametrize(
     "header", [b"writer", b"Basic writer", b"Bearer", b"Bearer  ", b"bearer x"]
 )
-def test_other_headers_are_no_tokens(guarded: Served, header: bytes) -> None:
+def test_other_headers_are_not_accepted_as_tokens(guarded: Served, header: bytes) -> None:
     options = flight.FlightCallOptions(headers=[(b"authorization", header)])  # type: ignore[list-item]
     with pytest.raises(flight.FlightUnauthenticatedError):
         list(guarded.flight().do_action(flight.Action("ping", b""), options))
 
 
-def test_looking_around_shows_only_what_may_be_read(guarded: Served) -> None:
+def test_lists_show_only_readable_queues(guarded: Served) -> None:
     with pytest.raises(flight.FlightUnauthenticatedError):
         list(guarded.flight().list_flights())
     options = flight.FlightCallOptions(headers=[(b"authorization", b"Bearer writer")])  # type: ignore[list-item]
@@ -135,7 +133,7 @@ def test_looking_around_shows_only_what_may_be_read(guarded: Served) -> None:
         guarded.flight().get_flight_info(descriptor, options)
 
 
-def test_a_lease_needs_the_right_to_read_its_queue(guarded: Served) -> None:
+def test_lease_needs_the_right_to_read_its_queue(guarded: Served) -> None:
     guarded.node.queue("orders").producer().publish(b"x")
     batch = guarded.client(token="reader").queue("orders").get(timeout=5)
     with pytest.raises(NotAllowed):
@@ -145,7 +143,7 @@ def test_a_lease_needs_the_right_to_read_its_queue(guarded: Served) -> None:
     batch.done()
 
 
-def test_a_commit_needs_the_rights_of_all_its_parts(guarded: Served) -> None:
+def test_commit_needs_rights_on_all_its_queues(guarded: Served) -> None:
     guarded.node.queue("orders").producer().publish(b"x")
     writer, boss = guarded.client(token="writer"), guarded.client(token="boss")
     with boss.stage("logs", block_of([]).schema) as stage:
@@ -163,7 +161,7 @@ def test_a_commit_needs_the_rights_of_all_its_parts(guarded: Served) -> None:
     assert boss.commit([stage_id], [("orders", 0, 1)])
 
 
-def test_a_lane_is_not_taken_over_by_those_who_may_not_read_its_queue(guarded: Served) -> None:
+def test_lane_takeover_needs_the_right_to_read_its_queue(guarded: Served) -> None:
     boss, clerk = guarded.client(token="boss").nodes[0], guarded.client(token="clerk").nodes[0]
     lane = {"lane": "main", "spans": [[0, 1]]}
     boss.act("plan", body={**lane, "run": "1", "queue": "logs"})
@@ -172,7 +170,7 @@ def test_a_lane_is_not_taken_over_by_those_who_may_not_read_its_queue(guarded: S
     boss.act("plan", body={**lane, "run": "1", "queue": "logs"})
 
 
-def test_a_writer_is_known_by_its_token_too(guarded: Served) -> None:
+def test_writers_of_different_tokens_are_independent(guarded: Served) -> None:
     """Otherwise anybody could have a writer's next epochs taken for repeats."""
     reader, boss = guarded.client(token="reader"), guarded.client(token="boss")
     guarded.node.queue("orders").producer().publish_block(block_of([b"x"] * 3))
@@ -183,7 +181,7 @@ def test_a_writer_is_known_by_its_token_too(guarded: Served) -> None:
     assert (boss.nodes[0].epoch("w"), reader.nodes[0].epoch("w")) == (1, 1000)
 
 
-def test_nobody_publishes_under_the_name_of_commits(guarded: Served) -> None:
+def test_producer_id_of_commits_is_refused(guarded: Served) -> None:
     """Their numbers would have what is committed taken for a repeat."""
     with pytest.raises(ConfigError, match="producer"):
         guarded.client(token="boss").queue("orders", producer_id="turnlane.commits").producer(
@@ -191,7 +189,7 @@ def test_nobody_publishes_under_the_name_of_commits(guarded: Served) -> None:
         ).publish(b"x", timeout=PATIENCE)
 
 
-def test_a_producer_is_known_by_its_token_too(serve: Serve) -> None:
+def test_producers_of_different_tokens_are_independent(serve: Serve) -> None:
     """Otherwise anybody could have a producer's next events taken for repeats."""
     tokens = [_token(name, {"orders": ["publish"]}) for name in ("a", "b")]
     served = serve({"orders": {"durability": "always"}}, authority=Authority(tokens))
@@ -210,12 +208,12 @@ def test_a_producer_is_known_by_its_token_too(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("name", ["files/logs/1/2/3-x/0", "turnlane.commits"])
-def test_nobody_publishes_under_the_names_of_the_node(served: Served, name: str) -> None:
+def test_reserved_producer_ids_are_refused(served: Served, name: str) -> None:
     with pytest.raises(flight.FlightServerError, match="producer ids that begin with"):
         served.stream("disk", name).finish()
 
 
-def test_a_stream_ends_when_its_token_expires(serve: Serve) -> None:
+def test_stream_ends_when_its_token_expires(serve: Serve) -> None:
     """Even though it goes on publishing, so that the node has always something to tell it."""
     now = [0.0]
     token = _token("soon", {"*": ["publish"]}, expires=dt.datetime.fromtimestamp(100, dt.UTC))
@@ -235,7 +233,7 @@ def test_a_stream_ends_when_its_token_expires(serve: Serve) -> None:
         publish_on()
 
 
-def test_a_client_whose_token_expires_fails_its_queue(serve: Serve) -> None:
+def test_expired_token_fails_the_queue_of_a_client(serve: Serve) -> None:
     """It would be refused for ever; its publishers are told."""
     now = [0.0]
     token = _token("soon", {"*": ["publish"]}, expires=dt.datetime.fromtimestamp(100, dt.UTC))
@@ -280,7 +278,9 @@ def _shown(identity: CertAndKey) -> dict[str, Path]:
     return {"tls_cert": cert, "tls_key": key}
 
 
-def test_events_go_over_tls(serve: Serve, certificates: Certificates, connected: Connected) -> None:
+def test_events_are_published_over_tls(
+    serve: Serve, certificates: Certificates, connected: Connected
+) -> None:
     served = serve(
         QUEUES, tls=TlsSettings(**certificates.server_knob()), authority=Authority(TOKENS)
     )
@@ -292,7 +292,7 @@ def test_events_go_over_tls(serve: Serve, certificates: Certificates, connected:
 
 
 @pytest.mark.parametrize("scheme", ["turnlane", "turnlanes"])
-def test_a_client_without_tls_or_with_another_authority_gets_nowhere(
+def test_client_without_tls_or_with_another_authority_cannot_connect(
     serve: Serve, certificates: Certificates, connected: Connected, scheme: str
 ) -> None:
     served = serve(QUEUES, tls=TlsSettings(**certificates.server_knob()))
@@ -301,7 +301,7 @@ def test_a_client_without_tls_or_with_another_authority_gets_nowhere(
         connected(served, scheme, **arguments).nodes[0].ping(timeout=5)
 
 
-def test_mutual_tls_wants_a_certificate_of_the_authority(
+def test_mutual_tls_requires_a_certificate_of_the_authority(
     serve: Serve, certificates: Certificates, connected: Connected
 ) -> None:
     served = serve(QUEUES, tls=TlsSettings(**certificates.server_knob(mutual=True)))
@@ -312,7 +312,7 @@ def test_mutual_tls_wants_a_certificate_of_the_authority(
             connected(served, tls_ca=certificates.ca, **bad).nodes[0].ping(timeout=5)
 
 
-def test_an_expired_certificate_is_refused(
+def test_expired_certificate_is_refused(
     serve: Serve, certificates: Certificates, connected: Connected
 ) -> None:
     cert, key = certificates.issue("old", not_after=PAST, not_before=PAST)
@@ -324,7 +324,7 @@ def test_an_expired_certificate_is_refused(
 # Listening
 
 
-def test_a_taken_port_is_said_before_clients_end_up_elsewhere(serve: Serve, tmp_path: Path) -> None:
+def test_taken_port_is_refused_at_the_start(serve: Serve, tmp_path: Path) -> None:
     """gRPC would share it, and every other connection would go to the other process."""
     first = serve(QUEUES)
     with Node(tmp_path / "second", QUEUES) as node:
@@ -334,14 +334,14 @@ def test_a_taken_port_is_said_before_clients_end_up_elsewhere(serve: Serve, tmp_
         plane.stop()
 
 
-def test_an_address_that_is_not_ours_is_said(tmp_path: Path) -> None:
+def test_address_of_another_machine_is_refused(tmp_path: Path) -> None:
     with Node(tmp_path / "node", QUEUES) as node:
         plane = FlightPlane(node, Authority(), Address("192.0.2.1", 0))
         with pytest.raises(ConfigError, match="cannot listen on"):
             plane.start()
 
 
-def test_ipv6_works_where_it_is(tmp_path: Path) -> None:
+def test_ipv6_address_is_served(tmp_path: Path) -> None:
     with Node(tmp_path / "node", QUEUES) as node:
         plane = FlightPlane(node, Authority(), Address("::1", 0))
         try:

@@ -83,7 +83,7 @@ def values_in(queue: Queue, count: int) -> list[bytes | None]:
 # ── what is sent ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_record_becomes_an_event(memory: Queue) -> None:
+def test_log_record_becomes_an_event(memory: Queue) -> None:
     handler = TurnlaneHandler(memory, exit_timeout=0, headers={"app": "shop"}, source="web-1")
     with logging_to(handler) as logger:
         before = time.time_ns() // 1000
@@ -108,11 +108,11 @@ def test_a_record_becomes_an_event(memory: Queue) -> None:
         (100, 2),
     ],
 )
-def test_levels_are_severities_as_syslog_numbers_them(level: int, severity: int) -> None:
+def test_log_levels_become_syslog_severities(level: int, severity: int) -> None:
     assert get_severity(level) == severity
 
 
-def test_the_formatter_decides_about_the_value(memory: Queue) -> None:
+def test_formatter_makes_the_value(memory: Queue) -> None:
     handler = TurnlaneHandler(memory, exit_timeout=0)
     handler.setFormatter(JsonFormatter())
     with logging_to(handler) as logger:
@@ -138,14 +138,14 @@ def test_headers_can_depend_on_the_record(memory: Queue) -> None:
     assert event.headers == {"line": "True"}
 
 
-def test_text_that_is_no_unicode_is_sent_all_the_same(memory: Queue) -> None:
+def test_text_with_surrogates_is_sent(memory: Queue) -> None:
     with logging_to(TurnlaneHandler(memory, exit_timeout=0), "app.\udc80") as logger:
         logger.info("file \udc80")
         (event,) = events_in(memory, 1)
     assert (event.value, event.key) == (b"file \\udc80", "app.\\udc80")
 
 
-def test_filters_and_levels_are_obeyed(memory: Queue) -> None:
+def test_filters_and_levels_are_applied(memory: Queue) -> None:
     handler = TurnlaneHandler(memory, level=logging.WARNING, exit_timeout=0)
     handler.addFilter(lambda record: "secret" not in record.getMessage())
     with logging_to(handler) as logger:
@@ -155,7 +155,7 @@ def test_filters_and_levels_are_obeyed(memory: Queue) -> None:
         assert values_in(memory, 1) == [b"told"]
 
 
-def test_turnlanes_own_records_are_not_sent(memory: Queue) -> None:
+def test_records_of_turnlane_itself_are_not_sent(memory: Queue) -> None:
     handler = TurnlaneHandler(memory, exit_timeout=0)
     for name in ("turnlane", "turnlane.queues.proxy", "pyarrow.flight"):
         with logging_to(TurnlaneHandler(memory, exit_timeout=0), name) as logger:
@@ -180,7 +180,7 @@ def test_logging_from_within_the_handler_does_not_recurse(memory: Queue) -> None
 # ── never in the way ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_full_queue_blocks_nobody_and_drops_are_counted(small: Queue) -> None:
+def test_full_queue_drops_and_counts_without_blocking(small: Queue) -> None:
     handler = TurnlaneHandler(small, exit_timeout=0)
     with logging_to(handler) as logger:
         for number in range(5):
@@ -189,9 +189,7 @@ def test_a_full_queue_blocks_nobody_and_drops_are_counted(small: Queue) -> None:
         assert values_in(small, 1) == [b"0"]
 
 
-def test_what_finds_no_room_can_go_to_stderr(
-    small: Queue, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dropped_records_can_go_to_stderr(small: Queue, capsys: pytest.CaptureFixture[str]) -> None:
     handler = TurnlaneHandler(small, exit_timeout=0, on_full="stderr")
     with logging_to(handler) as logger:
         logger.info("in")
@@ -200,7 +198,7 @@ def test_what_finds_no_room_can_go_to_stderr(
         assert handler.dropped == 1
 
 
-def test_it_waits_for_room_as_long_as_it_is_told_and_no_longer(small: Queue) -> None:
+def test_wait_for_room_ends_at_the_configured_time(small: Queue) -> None:
     handler = TurnlaneHandler(small, exit_timeout=0, block_for=0.2)
     with logging_to(handler) as logger:
         logger.info("in")
@@ -210,7 +208,7 @@ def test_it_waits_for_room_as_long_as_it_is_told_and_no_longer(small: Queue) -> 
         assert handler.dropped == 1
 
 
-def test_room_that_comes_in_time_is_taken(small: Queue) -> None:
+def test_record_is_sent_if_room_comes_in_time(small: Queue) -> None:
     handler = TurnlaneHandler(small, exit_timeout=0, block_for=LONG)
     with logging_to(handler) as logger:
         logger.info("first")
@@ -221,7 +219,7 @@ def test_room_that_comes_in_time_is_taken(small: Queue) -> None:
         assert handler.dropped == 0
 
 
-def test_a_thread_that_waits_holds_up_no_other(small: Queue) -> None:
+def test_waiting_threads_do_not_delay_each_other(small: Queue) -> None:
     """All wait at the same time: ten threads take about as long as one."""
     handler = TurnlaneHandler(small, exit_timeout=0, block_for=0.5)
     with logging_to(handler) as logger:
@@ -236,7 +234,7 @@ def test_a_thread_that_waits_holds_up_no_other(small: Queue) -> None:
         assert handler.dropped == 10
 
 
-def test_errors_stay_with_the_handler(
+def test_errors_do_not_leave_the_handler(
     memory: Queue, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = logging.makeLogRecord({"msg": "%d", "args": ("no number",)})
@@ -249,7 +247,7 @@ def test_errors_stay_with_the_handler(
     handler.close()
 
 
-def test_a_closed_queue_is_no_error(memory: Queue) -> None:
+def test_closed_queue_causes_no_error(memory: Queue) -> None:
     handler = TurnlaneHandler(memory, exit_timeout=0)
     with logging_to(handler) as logger:
         memory.close()
@@ -257,7 +255,7 @@ def test_a_closed_queue_is_no_error(memory: Queue) -> None:
         assert handler.dropped == 1
 
 
-def test_after_close_nothing_is_sent(memory: Queue) -> None:
+def test_closed_handler_sends_nothing(memory: Queue) -> None:
     handler = TurnlaneHandler(memory, exit_timeout=0)
     handler.close()
     handler.close()
@@ -266,9 +264,7 @@ def test_after_close_nothing_is_sent(memory: Queue) -> None:
     assert memory.stats().ledger.accepted == 0
 
 
-def test_a_flush_that_takes_too_long_says_so_once(
-    memory: Queue, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slow_flush_is_logged_once(memory: Queue, capsys: pytest.CaptureFixture[str]) -> None:
     handler = TurnlaneHandler(memory, exit_timeout=0.05)
     with logging_to(handler) as logger:
         logger.info("nobody reads it")
@@ -287,7 +283,9 @@ def test_a_flush_that_takes_too_long_says_so_once(
         ({"queue": "nonsense", "name": "x"}, "url: "),
     ],
 )
-def test_wrong_arguments_are_told(memory: Queue, arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused(
+    memory: Queue, arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         TurnlaneHandler(**{"queue": memory, **arguments})
 
@@ -314,14 +312,14 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_normal_exit_loses_nothing(node: Service) -> None:
+def test_normal_exit_loses_nothing(node: Service) -> None:
     done = run(PROGRAM + "sys.exit(3)", url_of(node))
     assert (done.returncode, done.stderr) == (3, "")
     values = values_in(node.node.queue("logs"), 1000)
     assert values == [b"INFO:app:%d" % number for number in range(1000)]
 
 
-def test_a_handler_that_was_removed_and_not_closed_loses_nothing(node: Service) -> None:
+def test_removed_but_open_handler_loses_nothing(node: Service) -> None:
     """``logging`` remembers handlers weakly: nobody else would send what this one has."""
     removed = PROGRAM + "logging.getLogger().handlers.clear()\n"
     done = run(removed, url_of(node))
@@ -329,7 +327,7 @@ def test_a_handler_that_was_removed_and_not_closed_loses_nothing(node: Service) 
     assert len(values_in(node.node.queue("logs"), 1000)) == 1000
 
 
-def test_a_handler_that_was_closed_is_forgotten(memory: Queue) -> None:
+def test_closed_handler_is_forgotten(memory: Queue) -> None:
     handler = TurnlaneHandler(memory)
     handler.close()
     forgotten = weakref.ref(handler)
@@ -338,7 +336,7 @@ def test_a_handler_that_was_closed_is_forgotten(memory: Queue) -> None:
     assert forgotten() is None
 
 
-def test_a_local_disk_queue_has_everything_after_exit(tmp_path: Path) -> None:
+def test_local_disk_queue_has_everything_after_exit(tmp_path: Path) -> None:
     local = PROGRAM.replace("TurnlaneHandler(sys.argv[1], ", "TurnlaneHandler(queue, ").replace(
         '"logs", ', ""
     )
@@ -349,7 +347,7 @@ def test_a_local_disk_queue_has_everything_after_exit(tmp_path: Path) -> None:
         assert len(values_in(queue, 1000)) == 1000
 
 
-def test_a_node_that_is_away_costs_the_exit_its_time_and_no_more() -> None:
+def test_unreachable_node_delays_the_exit_only_by_its_timeout() -> None:
     done = run(PROGRAM.replace("exit_timeout=20", "exit_timeout=0.2"), "turnlane://127.0.0.1:1")
     assert done.returncode == 0, done.stderr
     assert "records may be lost: not persisted within 0.2 s" in done.stderr
@@ -392,7 +390,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("program", [FORKING, MULTIPROCESSING], ids=["fork", "multiprocessing"])
-def test_a_forked_process_sends_its_own_records(node: Service, program: str) -> None:
+def test_forked_process_sends_its_own_records(node: Service, program: str) -> None:
     done = run(program, url_of(node))
     assert (done.returncode, done.stderr) == (0, "")
     values = values_in(node.node.queue("logs"), 3)
@@ -417,7 +415,7 @@ queue.close()
 """
 
 
-def test_a_forked_process_that_ends_does_not_close_its_parents_queue(tmp_path: Path) -> None:
+def test_ending_forked_process_does_not_close_the_parents_queue(tmp_path: Path) -> None:
     done = run(FORKING_WITH_A_QUEUE, str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     with open_queue(kind="disk", path=tmp_path) as queue:
@@ -425,7 +423,7 @@ def test_a_forked_process_that_ends_does_not_close_its_parents_queue(tmp_path: P
         assert queue.stats().ledger.accepted == 2
 
 
-def test_the_relay_publishes_until_its_pipe_ends(
+def test_relay_publishes_until_its_pipe_ends(
     node: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
     about = {"url": url_of(node), "name": "logs", "options": {}, "exit_timeout": PATIENCE}
@@ -441,7 +439,7 @@ def test_the_relay_publishes_until_its_pipe_ends(
     assert (two.value, two.key, two.severity, two.source) == (b"two", None, 6, "web-1")
 
 
-def test_a_record_that_no_queue_takes_does_not_end_the_relay(
+def test_refused_record_does_not_end_the_relay(
     node: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
     about = {"url": url_of(node), "name": "logs", "options": {}, "exit_timeout": PATIENCE}
@@ -452,7 +450,7 @@ def test_a_record_that_no_queue_takes_does_not_end_the_relay(
     assert values_in(node.node.queue("logs"), 1) == [b"good"]
 
 
-def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(
+def test_late_answer_is_not_mistaken_for_the_next_one(
     node: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     slow = tmp_path / "slow"
@@ -466,7 +464,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(
     sending.close()
 
 
-def test_a_relay_that_ended_refuses_and_breaks_nothing(
+def test_ended_relay_refuses_records_without_an_error(
     node: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
@@ -483,7 +481,7 @@ def test_a_relay_that_ended_refuses_and_breaks_nothing(
     sending.close()
 
 
-def test_a_forked_process_leaves_its_parents_queue_alone(small: Queue) -> None:
+def test_forked_process_does_not_use_the_parents_queue(small: Queue) -> None:
     handler = TurnlaneHandler(small, exit_timeout=0, on_full="stderr")
     reader, writer = os.pipe()
     with logging_to(handler) as logger:

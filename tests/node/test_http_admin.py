@@ -21,7 +21,7 @@ from turnlane.node.metrics import NodeCollector
 from turnlane.node.node import Node
 
 
-def test_queues_are_made_shown_and_dropped(shared: Served) -> None:
+def test_queues_are_created_shown_and_dropped(shared: Served) -> None:
     made = shared.http.put("/queues/new", json={"max_bytes": "1Mi", "durability": "always"})
     assert made.status_code == 201
     assert made.json()["settings"]["max_bytes"] == 2**20
@@ -40,7 +40,7 @@ def test_queues_are_made_shown_and_dropped(shared: Served) -> None:
     assert shared.http.delete("/queues/new").status_code == 404
 
 
-def test_a_queue_of_the_configuration_is_not_dropped(shared: Served) -> None:
+def test_drop_of_a_configured_queue_is_refused(shared: Served) -> None:
     answer = shared.http.delete("/queues/orders")
     assert (answer.status_code, answer.json()["error"]) == (400, "ConfigError")
 
@@ -60,7 +60,7 @@ def test_a_queue_of_the_configuration_is_not_dropped(shared: Served) -> None:
         ("..", {}, None),
     ],
 )
-def test_a_bad_queue_is_refused_and_says_why(
+def test_queue_with_wrong_settings_is_refused_with_the_reason(
     shared: Served, name: str, body: Any, said: str | None
 ) -> None:
     answer = shared.http.put(f"/queues/{name}", json=body)
@@ -88,7 +88,7 @@ def test_a_bad_queue_is_refused_and_says_why(
         ("HEAD", "/queues", 200),
     ],
 )
-def test_unknown_paths_and_methods_are_told(
+def test_unknown_path_is_404_and_unknown_method_is_405(
     shared: Served, method: str, path: str, status: int
 ) -> None:
     answer = shared.http.request(method, path)
@@ -98,12 +98,12 @@ def test_unknown_paths_and_methods_are_told(
         assert answer.json()["status"] == status
 
 
-def test_it_is_alive_and_ready(shared: Served) -> None:
+def test_running_node_is_alive_and_ready(shared: Served) -> None:
     assert shared.http.get("/healthz").json() == {"status": "ok"}
     assert shared.http.get("/readyz").json() == {"status": "ready"}
 
 
-def test_it_is_not_ready_while_it_starts(tmp_path: Path) -> None:
+def test_starting_node_is_not_ready(tmp_path: Path) -> None:
     waiting: list[str | None] = ["inputs"]
     with served(tmp_path, waiting_for=lambda: waiting[0]) as at:
         answer = at.http.get("/readyz")
@@ -116,7 +116,7 @@ def test_it_is_not_ready_while_it_starts(tmp_path: Path) -> None:
         assert at.http.get("/healthz").status_code == 200
 
 
-def test_it_is_not_ready_while_a_disk_fails_and_says_which(tmp_path: Path) -> None:
+def test_node_with_a_failing_disk_is_not_ready_and_names_the_queue(tmp_path: Path) -> None:
     with served(tmp_path) as at:
         at.disk.fail("sync", times=None, match="chunk")
         at.post(b"x", params={"timeout": "0"})
@@ -151,7 +151,7 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_metrics_tell_what_happened(tmp_path: Path) -> None:
+def test_metrics_count_the_events_of_a_queue(tmp_path: Path) -> None:
     with served(tmp_path) as at:
         at.post([{"value": "x"}] * 5)
         lease = at.take(max_events=2).json()["lease"]
@@ -181,7 +181,7 @@ def test_metrics_tell_what_happened(tmp_path: Path) -> None:
     assert found["turnlane_leases_active",] == 1
 
 
-def test_the_names_of_the_seed_are_there(tmp_path: Path) -> None:
+def test_documented_metric_names_exist(tmp_path: Path) -> None:
     with served(tmp_path) as at:
         text = at.http.get("/metrics").text
     for name in (
@@ -199,7 +199,7 @@ def test_the_names_of_the_seed_are_there(tmp_path: Path) -> None:
         assert f"\nturnlane_fastqueue_{name}{{" in text, name
 
 
-def test_inputs_of_the_same_name_are_added_up(tmp_path: Path) -> None:
+def test_inputs_with_the_same_label_are_added_up(tmp_path: Path) -> None:
     inputs = [
         FakeInput("syslog", Counters(events=2, bytes=10)),
         FakeInput("syslog"),
@@ -215,7 +215,7 @@ def test_inputs_of_the_same_name_are_added_up(tmp_path: Path) -> None:
     assert found["turnlane_input_connections", "b"] == 0
 
 
-def test_promtool_has_nothing_to_say(tmp_path: Path) -> None:
+def test_promtool_accepts_the_metrics(tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         if os.environ.get("CI"):
@@ -234,7 +234,7 @@ def test_promtool_has_nothing_to_say(tmp_path: Path) -> None:
 # ── the description ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_operation_is_described_and_every_described_one_is_there(shared: Served) -> None:
+def test_document_and_routes_have_the_same_operations(shared: Served) -> None:
     described = shared.http.get("/openapi.json").json()
     assert described == describe_plane()
     for path, operations in described["paths"].items():

@@ -20,7 +20,7 @@ def values(answer: dict[str, Any]) -> list[str]:
     return [event["value"] for event in answer["events"]]
 
 
-def test_a_lease_gives_events_and_done_settles_them(fresh: Served) -> None:
+def test_lease_returns_events_and_done_settles_them(fresh: Served) -> None:
     first = fresh.orders.end
     fresh.post([{"value": str(number), "key": "k"} for number in range(5)])
     leased = fresh.take(max_events=3).json()
@@ -32,14 +32,14 @@ def test_a_lease_gives_events_and_done_settles_them(fresh: Served) -> None:
     assert (again.status_code, again.json()["error"]) == (404, "NoSuchLease")
 
 
-def test_what_is_not_text_comes_in_base64(fresh: Served) -> None:
+def test_binary_value_is_returned_in_base64(fresh: Served) -> None:
     fresh.post(b"\xff\xfe")
     leased = fresh.take().json()
     assert leased["events"][0]["value_base64"] == "//4="
     fresh.http.post(f"/leases/{leased['lease']}/done")
 
 
-def test_release_and_a_lease_that_runs_out_give_events_back(fresh: Served) -> None:
+def test_released_or_expired_lease_returns_its_events(fresh: Served) -> None:
     dead_before = fresh.orders.stats().ledger.dead
     fresh.post(b"x")
     leased = fresh.take().json()
@@ -53,7 +53,7 @@ def test_release_and_a_lease_that_runs_out_give_events_back(fresh: Served) -> No
     assert fresh.orders.stats().ledger.dead == dead_before + 1
 
 
-def test_a_lease_can_be_kept_for_longer(fresh: Served) -> None:
+def test_extended_lease_lasts_longer(fresh: Served) -> None:
     fresh.post(b"x")
     lease = fresh.take(lease="1m").json()["lease"]
     assert fresh.http.post(f"/leases/{lease}/extend", params={"lease": "100ms"}).status_code == 204
@@ -69,14 +69,14 @@ def test_a_lease_can_be_kept_for_longer(fresh: Served) -> None:
     assert fresh.http.post(f"/leases/{lease}/done").status_code == 204
 
 
-def test_nothing_there_is_204_at_once_or_after_the_wait(fresh: Served) -> None:
+def test_empty_queue_is_204_at_once_or_after_the_wait(fresh: Served) -> None:
     began = time.monotonic()
     assert fresh.take().status_code == 204
     assert fresh.take(wait="200ms").status_code == 204
     assert time.monotonic() - began >= 0.2
 
 
-def test_a_long_poll_is_answered_when_something_comes(fresh: Served) -> None:
+def test_long_poll_is_answered_when_an_event_arrives(fresh: Served) -> None:
     with ThreadPoolExecutor(1) as pool:
         polling = pool.submit(fresh.take, wait="30s")
         wait_until(lambda: state_of(fresh.orders).waiting_readers)
@@ -86,7 +86,7 @@ def test_a_long_poll_is_answered_when_something_comes(fresh: Served) -> None:
         fresh.http.post(f"/leases/{leased['lease']}/done")
 
 
-def test_a_client_that_leaves_a_long_poll_takes_nothing_with_it(fresh: Served) -> None:
+def test_client_that_leaves_a_long_poll_takes_no_events(fresh: Served) -> None:
     with socket.create_connection((fresh.plane.address.host, fresh.plane.address.port)) as sock:
         sock.sendall(b"GET /queues/orders/events?wait=30s HTTP/1.1\r\nhost: localhost\r\n\r\n")
         wait_until(lambda: state_of(fresh.orders).waiting_readers)
@@ -96,7 +96,7 @@ def test_a_client_that_leaves_a_long_poll_takes_nothing_with_it(fresh: Served) -
     fresh.http.post(f"/leases/{leased['lease']}/done")
 
 
-def test_polls_that_wait_do_not_keep_publishers_waiting(fresh: Served) -> None:
+def test_waiting_polls_do_not_delay_publishers(fresh: Served) -> None:
     polls = 40
     assert polls < POLLS
     with ThreadPoolExecutor(polls) as pool:
@@ -119,7 +119,7 @@ def test_polls_that_wait_do_not_keep_publishers_waiting(fresh: Served) -> None:
         ({"first": 1}, "parameter 'first': no such parameter"),
     ],
 )
-def test_bad_parameters_are_named_and_nothing_is_taken(
+def test_wrong_parameter_is_named_and_takes_no_events(
     fresh: Served, params: dict[str, Any], said: str
 ) -> None:
     fresh.post(b"x")
@@ -128,7 +128,7 @@ def test_bad_parameters_are_named_and_nothing_is_taken(
     assert fresh.orders.stats().in_flight == 0
 
 
-def test_looking_takes_nothing(fresh: Served) -> None:
+def test_peek_takes_no_events(fresh: Served) -> None:
     first = fresh.orders.end
     fresh.post([{"value": str(number)} for number in range(5)])
     peek = fresh.http.get("/queues/orders/peek", params={"first": first + 1, "max": 2}).json()
@@ -137,7 +137,7 @@ def test_looking_takes_nothing(fresh: Served) -> None:
     assert fresh.orders.stats().in_flight == 0
 
 
-def test_a_look_goes_beyond_what_was_written_at_once(fresh: Served) -> None:
+def test_peek_reads_across_stored_blocks(fresh: Served) -> None:
     first = fresh.orders.end
     for number in range(6):
         fresh.post([{"value": str(number)}])
@@ -152,7 +152,7 @@ def test_a_look_goes_beyond_what_was_written_at_once(fresh: Served) -> None:
     fresh.http.post(f"/leases/{lease}/release")
 
 
-def test_a_range_is_settled_by_offset(fresh: Served) -> None:
+def test_range_is_settled_by_offset(fresh: Served) -> None:
     first = fresh.orders.end
     fresh.post([{"value": "x"}] * 4)
     answer = fresh.http.post("/queues/orders/settle", json={"first": first, "end": first + 3})
@@ -176,12 +176,12 @@ def test_a_range_is_settled_by_offset(fresh: Served) -> None:
         ([], "the body is an object, not an array"),
     ],
 )
-def test_a_range_that_is_none_is_refused(fresh: Served, body: Any, said: str) -> None:
+def test_invalid_range_is_refused(fresh: Served, body: Any, said: str) -> None:
     answer = fresh.http.post("/queues/orders/settle", json=body)
     assert (answer.status_code, said in answer.json()["detail"]) == (400, True)
 
 
-def test_a_look_with_head_takes_nothing(fresh: Served) -> None:
+def test_head_request_takes_no_events(fresh: Served) -> None:
     fresh.post(b"x")
     answer = fresh.http.head("/queues/orders/events")
     assert answer.status_code == 405
@@ -189,13 +189,13 @@ def test_a_look_with_head_takes_nothing(fresh: Served) -> None:
     assert fresh.orders.stats().in_flight == 0
 
 
-def test_an_unknown_verb_or_lease_is_404(fresh: Served) -> None:
+def test_unknown_verb_or_lease_is_404(fresh: Served) -> None:
     assert fresh.http.post("/leases/x/done").json()["error"] == "NoSuchLease"
     assert fresh.http.post("/leases/x/eat").status_code == 404
     assert fresh.http.get("/leases/x/done").status_code == 405
 
 
-def test_stopping_ends_polls_at_once(tmp_path: Path) -> None:
+def test_stop_ends_polls_at_once(tmp_path: Path) -> None:
     with served(tmp_path) as at, ThreadPoolExecutor(1) as pool:
         polling = pool.submit(at.take, wait="50s")
         wait_until(lambda: state_of(at.orders).waiting_readers)

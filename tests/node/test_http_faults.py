@@ -40,7 +40,7 @@ def values_in(queue: BufferedQueue) -> list[bytes]:
     return found
 
 
-def test_a_full_disk_is_503_other_queues_go_on_and_it_recovers(tmp_path: Path) -> None:
+def test_full_disk_is_503_for_its_queue_until_it_recovers(tmp_path: Path) -> None:
     with served(tmp_path, DURABLE) as at:
         assert at.post(b"before").status_code == 200
         at.disk.fill()
@@ -61,7 +61,7 @@ def test_a_full_disk_is_503_other_queues_go_on_and_it_recovers(tmp_path: Path) -
         wait_until(lambda: at.http.get("/readyz").status_code == 200)
 
 
-def test_a_numbered_request_refused_on_a_full_disk_is_sent_again_and_taken_once(
+def test_numbered_request_refused_on_a_full_disk_is_accepted_once(
     tmp_path: Path,
 ) -> None:
     headers = {"producer-id": "p", "sequence": "0"}
@@ -77,7 +77,7 @@ def test_a_numbered_request_refused_on_a_full_disk_is_sent_again_and_taken_once(
         assert values(at) == [b"a", b"b"]
 
 
-def test_what_a_failed_sync_may_have_lost_is_not_answered_with_200(tmp_path: Path) -> None:
+def test_events_of_a_failed_sync_are_not_answered_with_200(tmp_path: Path) -> None:
     """After a failed sync nobody knows what is on the disk: such events are given up, and told."""
     with served(tmp_path, DURABLE) as at:
         at.disk.fail("sync", times=3, match="chunk")
@@ -90,7 +90,7 @@ def test_what_a_failed_sync_may_have_lost_is_not_answered_with_200(tmp_path: Pat
     assert told <= there
 
 
-def test_an_ack_that_cannot_be_stored_is_503_and_the_lease_stays(tmp_path: Path) -> None:
+def test_ack_that_cannot_be_stored_is_503_and_the_lease_stays(tmp_path: Path) -> None:
     with served(tmp_path, DURABLE) as at:
         at.post(b"x")
         lease = at.take().json()["lease"]
@@ -103,7 +103,7 @@ def test_an_ack_that_cannot_be_stored_is_503_and_the_lease_stays(tmp_path: Path)
         assert at.orders.low == 1
 
 
-def test_a_disk_that_cannot_be_read_is_503(tmp_path: Path) -> None:
+def test_unreadable_disk_is_503(tmp_path: Path) -> None:
     with served(tmp_path, DURABLE) as at:
         at.post(b"x")
     with served(tmp_path, DURABLE) as at:
@@ -114,7 +114,7 @@ def test_a_disk_that_cannot_be_read_is_503(tmp_path: Path) -> None:
         assert at.http.get("/queues/orders/peek").json()["events"][0]["value"] == "x"
 
 
-def test_stuck_and_slow_clients_do_not_harm_others(tmp_path: Path) -> None:
+def test_stuck_and_slow_clients_do_not_affect_others(tmp_path: Path) -> None:
     with served(tmp_path, DURABLE, idle_timeout="500ms") as at, contextlib.ExitStack() as stack:
         place = (at.plane.address.host, at.plane.address.port)
         head = b"POST /queues/orders/events HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
@@ -129,7 +129,7 @@ def test_stuck_and_slow_clients_do_not_harm_others(tmp_path: Path) -> None:
         assert len(values(at)) == 20
 
 
-def test_a_client_that_leaves_in_the_middle_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_client_that_leaves_during_a_request_leaves_nothing_behind(tmp_path: Path) -> None:
     with served(tmp_path, DURABLE) as at:
         place = (at.plane.address.host, at.plane.address.port)
         with socket.create_connection(place) as sock:
@@ -138,7 +138,7 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing_behind(tmp_path: Path
         assert at.post(b"whole").json()["first"] == 0
 
 
-def test_stopping_answers_what_was_begun(tmp_path: Path) -> None:
+def test_stop_answers_the_running_requests(tmp_path: Path) -> None:
     with served(tmp_path, DURABLE) as at, ThreadPoolExecutor(1) as pool:
         at.disk.delay("sync", seconds=0.5, match="chunk")
         answer = pool.submit(at.post, b"x")
@@ -213,7 +213,7 @@ class Sender(threading.Thread):
 
 
 @pytest.mark.timeout(120)
-def test_after_kill_9_everything_acked_is_there_and_numbered_events_once(tmp_path: Path) -> None:
+def test_killed_node_has_every_acked_event_and_numbered_ones_once(tmp_path: Path) -> None:
     urls: list[str] = []
     senders = [Sender(f"n{at}", urls, numbered=True) for at in range(2)]
     senders += [Sender(f"p{at}", urls, numbered=False) for at in range(2)]

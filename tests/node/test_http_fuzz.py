@@ -59,7 +59,7 @@ schema.config.phases.coverage.enabled = "CI" in os.environ
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-def test_every_answer_is_one_that_the_description_has(
+def test_every_answer_is_in_the_document(
     case: Case[Any], shared: Served, session: requests.Session
 ) -> None:
     if "queue" in (case.path_parameters or {}) and len(str(case.path_parameters["queue"])) > 3:
@@ -85,7 +85,7 @@ def test_every_answer_is_one_that_the_description_has(
     ),
     body=st.binary(max_size=100),
 )
-def test_no_request_at_all_is_a_server_error(
+def test_no_generated_request_is_a_server_error(
     shared: Served, *, method: str, path: str, query: str, headers: dict[str, str], body: bytes
 ) -> None:
     encoded = {name: value.encode("latin-1") for name, value in headers.items()}
@@ -101,7 +101,7 @@ def test_no_request_at_all_is_a_server_error(
 
 @settings(max_examples=40, derandomize=True, deadline=None, database=None)
 @given(junk=st.binary(min_size=1, max_size=300))
-def test_bytes_that_are_no_http_harm_nobody(shared: Served, junk: bytes) -> None:
+def test_bytes_that_are_not_http_do_no_harm(shared: Served, junk: bytes) -> None:
     place = (shared.plane.address.host, shared.plane.address.port)
     with socket.create_connection(place, timeout=20) as sock:
         sock.sendall(junk + b"\r\n\r\n")

@@ -63,13 +63,13 @@ def sent_events(draw: st.DrawFn) -> dict[str, Any]:
     return event
 
 
-def test_the_fields_of_this_test_are_all_that_there_are() -> None:
+def test_generated_events_cover_all_fields() -> None:
     assert RIGHT.keys() == set(FIELDS)
 
 
 @settings(max_examples=400, deadline=None)
 @given(sent_events())
-def test_an_event_is_published_exactly_if_the_document_allows_it(event: dict[str, Any]) -> None:
+def test_event_is_accepted_exactly_if_the_document_allows_it(event: dict[str, Any]) -> None:
     body = json.dumps(event).encode()
     for decode in (decode_json, decode_ndjson):
         try:
@@ -83,7 +83,7 @@ def test_an_event_is_published_exactly_if_the_document_allows_it(event: dict[str
             assert NEW_EVENT.is_valid(shown), "an event that was read can be sent again"
 
 
-def test_every_reference_has_a_schema_and_every_schema_is_referred_to() -> None:
+def test_references_and_schemas_of_the_document_match() -> None:
     text = json.dumps(describe_plane())
     assert set(re.findall(r'"#/components/schemas/(\w+)"', text)) == set(COMPONENTS["schemas"])
 
@@ -98,7 +98,7 @@ def test_operation_ids_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
-def test_a_breaker_has_the_documented_form(tmp_path: Path) -> None:
+def test_breaker_has_the_documented_form(tmp_path: Path) -> None:
     with served(tmp_path) as at:
         at.node.breakers.permit(BreakerRequest("send", "orders", "task", DeliverySettings()))
         shown = at.http.get("/breakers").json()
@@ -110,7 +110,7 @@ def test_a_breaker_has_the_documented_form(tmp_path: Path) -> None:
 TOKEN = TokenSettings.model_validate({"name": "t", "secret": "s" * 9, "rights": {"x": ["read"]}})
 
 
-def test_every_endpoint_that_names_a_right_refuses_a_token_without_it(tmp_path: Path) -> None:
+def test_token_without_the_documented_right_is_refused(tmp_path: Path) -> None:
     document = describe_plane()["paths"]
     with served(tmp_path, tokens=(TOKEN,)) as at:
         for path, item in document.items():
@@ -131,7 +131,7 @@ def ask(at: Served, method: str, url: str, headers: dict[str, str]) -> int:
     return at.http.request(method, url, headers=headers).status_code
 
 
-def test_a_wrong_token_is_told_before_wrong_parameters(tmp_path: Path) -> None:
+def test_wrong_token_is_reported_before_wrong_parameters(tmp_path: Path) -> None:
     with served(tmp_path, tokens=(TOKEN,)) as at:
         for path in ("/queues", "/breakers", "/tables", "/queues/orders/peek"):
             assert at.http.get(f"{path}?nonsense=1").status_code == 401

@@ -48,7 +48,7 @@ def ndjson(at: Served, text: str | bytes, **more: Any) -> httpx.Response:
     return at.post(text, headers={"content-type": "application/x-ndjson"}, **more)
 
 
-def test_a_json_event_is_persisted_with_all_its_fields(fresh: Served) -> None:
+def test_json_event_is_persisted_with_all_its_fields(fresh: Served) -> None:
     event = {
         "value": "größe",
         "key": "k",
@@ -67,7 +67,7 @@ def test_a_json_event_is_persisted_with_all_its_fields(fresh: Served) -> None:
     assert stored(fresh) == [Event("größe".encode(), "k", {"a": "b"}, stamp, 3, "s", first)]
 
 
-def test_an_array_keeps_its_order_and_each_form_of_value(fresh: Served) -> None:
+def test_json_array_keeps_its_order_and_all_forms_of_value(fresh: Served) -> None:
     raw = bytes(range(256))
     content = json.dumps(
         [
@@ -84,7 +84,7 @@ def test_an_array_keeps_its_order_and_each_form_of_value(fresh: Served) -> None:
     assert values == [b"", raw, '{"a":[1,2.5,null,"ü"]}'.encode(), b"null", b'"\\ud800"']
 
 
-def test_json_lines_are_events_and_empty_lines_are_not(fresh: Served) -> None:
+def test_json_lines_are_published_without_empty_lines(fresh: Served) -> None:
     assert ndjson(fresh, '{"value":"a"}\n\n \r\n{"value":"b"}\r\n').json()["accepted"] == 2
     assert [event.value for event in stored(fresh)] == [b"a", b"b"]
     assert ndjson(fresh, "").json() == {
@@ -92,7 +92,7 @@ def test_json_lines_are_events_and_empty_lines_are_not(fresh: Served) -> None:
     }  # fmt: skip
 
 
-def test_anything_else_is_one_raw_event_with_its_fields_beside_it(fresh: Served) -> None:
+def test_other_body_is_one_raw_event_with_fields_from_the_request(fresh: Served) -> None:
     fresh.post(b"\xff\x00", params={"key": "k", "severity": 7, "timestamp": 5})
     headers = {"x-turnlane-key": "schlüssel".encode(), "x-turnlane-source": b"web"}
     fresh.post(b"", headers={**headers, "content-type": "text/plain"})
@@ -101,7 +101,7 @@ def test_anything_else_is_one_raw_event_with_its_fields_beside_it(fresh: Served)
     assert (other.value, other.key, other.source) == (b"", "schlüssel", "web")
 
 
-def test_a_gzipped_body_is_unpacked(fresh: Served) -> None:
+def test_gzipped_body_is_unpacked(fresh: Served) -> None:
     body = gzip.compress(b'{"value":"x"}\n' * 5000)
     assert ndjson(fresh, body).status_code == 400
     headers = {"content-type": "application/x-ndjson", "content-encoding": "gzip"}
@@ -137,7 +137,7 @@ def test_a_gzipped_body_is_unpacked(fresh: Served) -> None:
         (b"\xff", "byte 0: not UTF-8"),
     ],
 )
-def test_bad_json_is_refused_with_its_place_and_nothing_is_taken(
+def test_invalid_json_is_refused_with_its_place(
     fresh: Served, body: str | bytes, said: str
 ) -> None:
     answer = fresh.post(body, headers={"content-type": "application/json"})
@@ -155,7 +155,7 @@ def test_bad_json_is_refused_with_its_place_and_nothing_is_taken(
         (b'{"value":"a"}\n\xff', "line 2, byte 0: not UTF-8"),
     ],
 )
-def test_a_bad_line_is_named_and_nothing_is_taken(
+def test_invalid_line_is_named_and_nothing_is_published(
     fresh: Served, body: str | bytes, said: str
 ) -> None:
     answer = ndjson(fresh, body)
@@ -187,7 +187,7 @@ def test_a_bad_line_is_named_and_nothing_is_taken(
         ({}, {"x-turnlane-key": b"\xff"}, "X-Turnlane-Key: not UTF-8"),
     ],
 )
-def test_bad_parameters_are_named(
+def test_wrong_parameter_is_named(
     fresh: Served, params: dict[str, Any], headers: dict[str, Any], said: str
 ) -> None:
     answer = fresh.post(b"x", params=params, headers=headers)
@@ -195,12 +195,12 @@ def test_bad_parameters_are_named(
     assert stored(fresh) == []
 
 
-def test_fields_of_raw_events_do_not_go_with_json(fresh: Served) -> None:
+def test_raw_fields_with_json_are_refused(fresh: Served) -> None:
     answer = fresh.post({"value": "a"}, params={"key": "k"})
     assert (answer.status_code, "of their own" in answer.json()["detail"]) == (400, True)
 
 
-def test_a_numbered_request_sent_again_is_not_taken_twice(fresh: Served) -> None:
+def test_repeated_numbered_request_is_accepted_once(fresh: Served) -> None:
     name = {"producer-id": f"shop-{fresh.orders.end}"}
     events = [{"value": str(number)} for number in range(3)]
     assert fresh.post(events, headers={**name, "sequence": "0"}).json()["accepted"] == 3
@@ -215,7 +215,7 @@ def numbers(values: range) -> list[dict[str, str]]:
     return [{"value": str(number)} for number in values]
 
 
-def test_a_numbered_request_that_was_refused_is_taken_after_a_higher_one(tmp_path: Path) -> None:
+def test_refused_number_is_accepted_after_a_higher_one(tmp_path: Path) -> None:
     """Also after a restart: a lower number is no repeat unless the queue took it."""
     with served(tmp_path, {"orders": {"size": 12}}) as at:
 
@@ -237,7 +237,7 @@ def test_a_numbered_request_that_was_refused_is_taken_after_a_higher_one(tmp_pat
         assert get_values([found[1]])[-10:] == [b"%d" % number for number in range(10, 20)]
 
 
-def test_a_producer_may_use_several_connections(tmp_path: Path) -> None:
+def test_producer_may_use_several_connections(tmp_path: Path) -> None:
     """Four of them, 4,000 events, a queue that is often full: each answered one is there once."""
     requests = deque(range(0, 4000, 10))
     answered: set[int] = set()
@@ -271,7 +271,7 @@ def test_a_producer_may_use_several_connections(tmp_path: Path) -> None:
     assert sorted(int(value or b"-1") for value in found) == list(range(4000))
 
 
-def test_too_many_gaps_are_answered_with_the_missing_numbers(fresh: Served) -> None:
+def test_too_many_gaps_are_refused_with_the_missing_numbers(fresh: Served) -> None:
     name = {"producer-id": f"gaps-{fresh.orders.end}"}
     producer = fresh.orders.producer(producer_id=name["producer-id"])
     for number in range(1, MAX_RUNS + 1):
@@ -286,7 +286,7 @@ def test_too_many_gaps_are_answered_with_the_missing_numbers(fresh: Served) -> N
     assert fresh.post(b"x", headers={**name, "sequence": "2"}).json()["repeated"] == 1
 
 
-def test_levels_are_waited_for(fresh: Served) -> None:
+def test_answer_waits_for_the_requested_level(fresh: Served) -> None:
     assert fresh.post(b"x", params={"ack": "accepted"}).json()["ack"] == "accepted"
     late = fresh.post(b"x", params={"ack": "delivered", "timeout": "50ms"})
     assert (late.status_code, late.json()["error"]) == (503, "AckPending")
@@ -299,11 +299,11 @@ def test_levels_are_waited_for(fresh: Served) -> None:
         assert answer.result().json()["ack"] == "delivered"
 
 
-def test_a_memory_queue_answers_when_it_has_accepted(fresh: Served) -> None:
+def test_memory_queue_answers_at_the_accepted_level(fresh: Served) -> None:
     assert fresh.post(b"x", "memory").json()["ack"] == "accepted"
 
 
-def test_requests_at_the_same_time_share_syncs(fresh: Served) -> None:
+def test_concurrent_requests_share_syncs(fresh: Served) -> None:
     """The disk is slow: if each request had a sync of its own, this would take ten times longer."""
     fresh.disk.delay("sync", seconds=0.05, times=None, match="chunk")
     before = fresh.orders.stats().syncs
@@ -318,7 +318,7 @@ def test_requests_at_the_same_time_share_syncs(fresh: Served) -> None:
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory"])
-def test_a_full_queue_answers_429_takes_nothing_and_recovers(tmp_path: Path, kind: str) -> None:
+def test_full_queue_is_429_until_it_has_room(tmp_path: Path, kind: str) -> None:
     with served(tmp_path, {"orders": {"kind": kind, "size": 5}}) as at:
         ack = {"ack": "accepted"}
         assert at.post([{"value": "x"}] * 4, params=ack).status_code == 200
@@ -335,7 +335,7 @@ def test_a_full_queue_answers_429_takes_nothing_and_recovers(tmp_path: Path, kin
             assert waiting.result().json()["accepted"] == 2
 
 
-def test_a_line_that_is_long_enough_is_refused_at_once(
+def test_too_many_waiting_requests_are_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("turnlane.node.http.publish.THREADS", 1)
@@ -348,7 +348,7 @@ def test_a_line_that_is_long_enough_is_refused_at_once(
         assert waiting.result().status_code == 200
 
 
-def test_a_numbered_request_among_too_many_is_told_to_come_back(
+def test_numbered_request_beyond_the_limit_is_refused_temporarily(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would wait for a thread, however short the time is that it has."""
@@ -368,7 +368,7 @@ def test_a_numbered_request_among_too_many_is_told_to_come_back(
         wait_until(lambda: at.post(b"z", headers=quick).status_code == 200)
 
 
-def test_those_who_wait_for_one_queue_hold_up_no_other(
+def test_requests_that_wait_for_one_queue_do_not_delay_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("turnlane.node.http.publish.THREADS", 1)
@@ -384,14 +384,14 @@ def test_those_who_wait_for_one_queue_hold_up_no_other(
         assert waiting.result().status_code == 200
 
 
-def test_the_time_of_a_request_includes_its_wait_for_a_thread(tmp_path: Path) -> None:
+def test_timeout_of_a_request_includes_the_wait_for_a_thread(tmp_path: Path) -> None:
     with served(tmp_path, {"orders": {"size": 1}}) as at:
         at.post(b"x")
         with pytest.raises(QueueFull):
             _publish(at.orders, block_of([b"y"]), AckLevel.ACCEPTED, time.monotonic() - 1)
 
 
-def test_events_that_a_disk_lost_are_told_to_everyone_whose_they_might_be(tmp_path: Path) -> None:
+def test_events_lost_by_the_disk_fail_every_affected_request(tmp_path: Path) -> None:
     async def hear_of_a_loss(queue: BufferedQueue) -> None:
         follower = _LevelWaiters(queue, AckLevel.DELIVERED, asyncio.get_running_loop())
         waits = [asyncio.create_task(follower.wait(end, time.monotonic() + 20)) for end in (1, 2)]
@@ -405,7 +405,7 @@ def test_events_that_a_disk_lost_are_told_to_everyone_whose_they_might_be(tmp_pa
         asyncio.run(hear_of_a_loss(node.queue("orders")))
 
 
-def test_a_queue_that_drops_says_how_many(tmp_path: Path) -> None:
+def test_dropping_queue_answers_with_the_number(tmp_path: Path) -> None:
     knobs = {"kind": "memory", "size": 3, "full_behavior": "drop_newest"}
     with served(tmp_path, {"orders": knobs}) as at:
         assert at.post([{"value": "x"}] * 3).json()["accepted"] == 3
@@ -413,7 +413,7 @@ def test_a_queue_that_drops_says_how_many(tmp_path: Path) -> None:
         assert (answer["accepted"], answer["dropped"]) == (0, 2)
 
 
-def test_too_large_is_413_and_nothing_is_taken(tmp_path: Path) -> None:
+def test_too_large_request_is_413_and_publishes_nothing(tmp_path: Path) -> None:
     limits: dict[str, Any] = {"max_request_bytes": 5000, "max_decompressed_bytes": 100_000}
     with served(tmp_path, {"orders": {"size": 5, "max_event_bytes": 1000}}, **limits) as at:
         requests: list[tuple[Any, dict[str, Any]]] = [
@@ -430,20 +430,20 @@ def test_too_large_is_413_and_nothing_is_taken(tmp_path: Path) -> None:
         assert at.post(b"x" * 900).status_code == 200
 
 
-def test_an_unknown_queue_is_404_and_names_the_others(fresh: Served) -> None:
+def test_unknown_queue_is_404_and_names_the_others(fresh: Served) -> None:
     answer = fresh.post(b"x", "nope")
     assert (answer.status_code, answer.json()["error"]) == (404, "NoSuchQueue")
     assert "memory, orders" in answer.json()["detail"]
 
 
-def test_a_queue_dropped_and_made_again_is_published_to(fresh: Served) -> None:
+def test_recreated_queue_accepts_events(fresh: Served) -> None:
     for _ in range(2):
         assert fresh.http.put("/queues/passing", json={}).status_code == 201
         assert fresh.post(b"x", "passing").json()["first"] == 0
         assert fresh.http.delete("/queues/passing").status_code == 204
 
 
-def test_a_request_that_waits_for_an_ack_hears_of_its_queues_end(fresh: Served) -> None:
+def test_request_that_waits_for_an_ack_ends_when_the_queue_is_closed(fresh: Served) -> None:
     fresh.http.put("/queues/passing", json={})
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(fresh.post, b"x", "passing", params={"ack": "delivered"})
@@ -455,7 +455,7 @@ def test_a_request_that_waits_for_an_ack_hears_of_its_queues_end(fresh: Served) 
         )
 
 
-def test_curl_is_enough(fresh: Served) -> None:
+def test_curl_can_publish_and_consume(fresh: Served) -> None:
     def curl(*args: str, data: bytes = b"") -> dict[str, Any]:
         command = ["curl", "-sS", "--fail-with-body", *args]
         run = subprocess.run(command, input=data, capture_output=True, check=True, timeout=30)
@@ -492,7 +492,7 @@ events = st.fixed_dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(events, max_size=5))
-def test_what_is_read_can_be_sent_again(given_events: list[dict[str, Any]]) -> None:
+def test_event_that_was_read_can_be_published_again(given_events: list[dict[str, Any]]) -> None:
     block = decode_json(json.dumps(given_events).encode(), 7)
     shown = encode_events(block, 3)
     assert [event["offset"] for event in shown] == list(range(3, 3 + len(given_events)))
@@ -502,7 +502,7 @@ def test_what_is_read_can_be_sent_again(given_events: list[dict[str, Any]]) -> N
 
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=60) | st.text(alphabet='{}[]":,\\value key01null', max_size=60))
-def test_any_body_is_events_or_a_value_error(body: bytes | str) -> None:
+def test_any_body_is_decoded_or_a_value_error(body: bytes | str) -> None:
     raw = body if isinstance(body, bytes) else body.encode()
     for codec in (decode_json, decode_ndjson):
         try:
@@ -511,7 +511,7 @@ def test_any_body_is_events_or_a_value_error(body: bytes | str) -> None:
             assert type(error) is ValueError  # noqa: PT017 - either way is right
 
 
-def test_any_depth_is_an_event_or_a_value_error() -> None:
+def test_any_nesting_is_decoded_or_a_value_error() -> None:
     """What can just be read may be too deep to be written again."""
     for depth in range(800, 5000):
         with contextlib.suppress(ValueError):
@@ -519,11 +519,11 @@ def test_any_depth_is_an_event_or_a_value_error() -> None:
 
 
 @given(st.integers(-((1 << 63) // 1000 - 1), (1 << 63) // 1000 - 1))
-def test_every_time_is_written_so_that_it_can_be_read(stamp: int) -> None:
+def test_every_formatted_timestamp_can_be_parsed(stamp: int) -> None:
     assert parse_timestamp(format_timestamp(stamp)) == stamp
 
 
-def test_one_stuck_request_does_not_keep_others_from_being_answered(fresh: Served) -> None:
+def test_stuck_request_does_not_delay_others(fresh: Served) -> None:
     """Whoever holds the lock of one queue leaves other queues, and the probes, alone."""
     fresh.http.put("/queues/stuck", json={})
     stuck = fresh.node.queue("stuck")

@@ -57,7 +57,7 @@ OPERATIONS = [
 
 
 @pytest.mark.parametrize(("method", "path", "right"), OPERATIONS)
-def test_every_operation_wants_a_valid_token_with_its_right(
+def test_every_operation_needs_a_valid_token_with_its_right(
     shared: Served, method: str, path: str, right: str
 ) -> None:
     for token in (None, "wrong", "old"):
@@ -73,18 +73,18 @@ def test_every_operation_wants_a_valid_token_with_its_right(
 
 
 @pytest.mark.parametrize("path", ["/queues/db/events", "/queues/no-such-queue/events"])
-def test_a_token_says_nothing_of_queues_that_are_not_its_own(shared: Served, path: str) -> None:
+def test_token_learns_nothing_about_other_queues(shared: Served, path: str) -> None:
     assert ask(shared, "pub", "POST", path)[0] == 403
     assert ask(shared, "sub", "GET", path)[0] == 403
 
 
-def test_the_list_has_only_queues_that_the_token_knows(shared: Served) -> None:
+def test_list_has_only_the_queues_of_the_token(shared: Served) -> None:
     for token, names in (("pub", ["web-1"]), ("all", ["db", "web-1"])):
         listed = ask(shared, token, "GET", "/queues")[1].json()["queues"]
         assert [each["name"] for each in listed] == names
 
 
-def test_a_lease_is_settled_only_with_the_right_on_its_queue(shared: Served) -> None:
+def test_lease_is_settled_only_with_the_right_on_its_queue(shared: Served) -> None:
     ask(shared, "all", "POST", "/queues/db/events", content=b"x")
     lease = ask(shared, "all", "GET", "/queues/db/events")[1].json()["lease"]
     assert ask(shared, None, "POST", f"/leases/{lease}/done")[0] == 401
@@ -93,7 +93,7 @@ def test_a_lease_is_settled_only_with_the_right_on_its_queue(shared: Served) -> 
     assert ask(shared, "all", "POST", f"/leases/{lease}/done")[0] == 204
 
 
-def test_probes_need_no_token_and_learn_no_more_than_they_need(shared: Served) -> None:
+def test_probe_without_a_token_learns_only_the_status(shared: Served) -> None:
     for path in ("/healthz", "/readyz", "/openapi.json"):
         assert ask(shared, None, "GET", path)[0] == 200
     shared.node.closing = True
@@ -105,13 +105,13 @@ def test_probes_need_no_token_and_learn_no_more_than_they_need(shared: Served) -
         shared.node.closing = False
 
 
-def test_a_token_that_is_refused_is_refused_before_its_body_is_read(shared: Served) -> None:
+def test_wrong_token_is_refused_before_the_body_is_read(shared: Served) -> None:
     status, _ = ask(shared, "wrong", "POST", "/queues/web-1/events", content=b"x" * 5_000_000)
     assert status == 401
 
 
 @pytest.mark.parametrize("mutual", [False, True])
-def test_it_is_served_with_tls(tmp_path: Path, mutual: bool) -> None:
+def test_http_plane_serves_tls(tmp_path: Path, mutual: bool) -> None:
     certificates = Certificates(tmp_path)
     tls = TlsSettings(**certificates.server_knob(mutual=mutual))
     context = certificates.client_context(certificates.client if mutual else None)
@@ -145,7 +145,7 @@ FOREIGN = [
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "settle"), ("POST", "events"), ("GET", "events")]
 )
-def test_a_web_page_cannot_use_a_node_without_tokens(
+def test_web_page_cannot_use_a_node_without_tokens(
     unguarded: Served, headers: dict[str, str], method: str, path: str
 ) -> None:
     """Its requests come from the machine of whoever looks at it, as those of curl do."""
@@ -162,18 +162,18 @@ def test_a_web_page_cannot_use_a_node_without_tokens(
 
 
 @pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "127.9.9.9:80", "[::1]:8088"])
-def test_names_of_this_machine_are_no_other_site(unguarded: Served, host: str) -> None:
+def test_names_of_this_machine_are_allowed(unguarded: Served, host: str) -> None:
     own = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"}
     assert unguarded.post(b"x", headers=own).status_code == 200
     assert unguarded.post(b"x", headers={"host": host}).status_code == 200
 
 
-def test_a_page_with_a_token_may_ask_from_anywhere(shared: Served) -> None:
+def test_web_page_with_a_token_is_allowed(shared: Served) -> None:
     headers = {"authorization": "Bearer allallall", **FOREIGN[0]}
     assert shared.http.post("/queues/db/events", content=b"x", headers=headers).status_code == 200
 
 
-def test_a_producer_is_known_by_its_token_too(shared: Served) -> None:
+def test_producers_of_different_tokens_are_independent(shared: Served) -> None:
     """Otherwise anybody could have a producer's next events taken for repeats."""
 
     def publish(token: str, sequence: int) -> dict[str, Any]:

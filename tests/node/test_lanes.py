@@ -47,7 +47,7 @@ def ledger(served: Served) -> Any:
     return served.node.queue("disk").stats().ledger
 
 
-def test_a_lane_that_looks_while_a_commit_fills_its_queue_gets_all_of_it(
+def test_lane_that_reads_during_a_commit_gets_all_its_events(
     served: Served, node: RemoteNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commits, "FILL_SECONDS", PATIENCE)
@@ -110,7 +110,7 @@ def test_kept_events_are_planned_again_until_none_are_left(
     assert node.unsettled("disk", 100).pending == 0
 
 
-def test_a_repeated_commit_changes_nothing(served: Served, node: RemoteNode) -> None:
+def test_repeated_commit_changes_nothing(served: Served, node: RemoteNode) -> None:
     node.plan("a", "1", "disk", [(0, 10)])
     stage = staged(node, b"x")
     assert node.commit([stage], lane="a", run="1", kept=[(0, 3)])
@@ -289,7 +289,7 @@ def test_old_replaced_runs_are_forgotten() -> None:
         lanes.get_plan("a", "0")
 
 
-def test_an_interrupted_commit_keeps_what_it_said_it_would(serve: Serve) -> None:
+def test_interrupted_commit_keeps_the_same_events(serve: Serve) -> None:
     """The file has what is settled, and how: the next start does just that."""
     first = serve()
     first.node.queue("disk").producer(ack="persisted").publish_block(block_of(numbers(10)))
@@ -304,7 +304,7 @@ def test_an_interrupted_commit_keeps_what_it_said_it_would(serve: Serve) -> None
     assert not left.exists()
 
 
-def test_a_commit_may_keep_every_other_event_of_a_large_batch(
+def test_commit_may_keep_every_other_event_of_a_large_batch(
     served: Served, node: RemoteNode
 ) -> None:
     """That is more than other commands may have to say."""
@@ -316,7 +316,7 @@ def test_a_commit_may_keep_every_other_event_of_a_large_batch(
         node.plan("a", "1", "disk", kept)
 
 
-def test_waiting_for_events_ends_when_some_come(served: Served) -> None:
+def test_wait_for_events_ends_when_some_arrive(served: Served) -> None:
     node = served.client().nodes[0]
     assert node.unsettled("disk", 10, timeout=0.0).spans == []
     served.node.queue("disk").producer().publish_block(block_of([b"a"]))
@@ -346,7 +346,7 @@ def test_event_that_arrives_during_the_check_ends_the_wait(
     assert next(looks) >= 1, "it was looked at by this way"
 
 
-def test_dead_offsets_are_those_that_were_planned_and_not_kept() -> None:
+def test_only_planned_offsets_that_are_not_kept_become_dead() -> None:
     planned = LanePlan("q", [(0, 4), (6, 10)])
     assert planned.get_settle_ranges([(1, 2)], [(1, 3), (8, 20)]) == [
         SettleRange("q", 0, 1),

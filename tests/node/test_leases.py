@@ -42,7 +42,7 @@ def _about(chunk: flight.FlightStreamChunk) -> dict[str, object]:
     return about
 
 
-def test_a_batch_comes_with_its_lease_and_is_done_by_it(served: Served) -> None:
+def test_batch_has_a_lease_that_settles_it(served: Served) -> None:
     _publish(served, b"a", b"b")
     (chunk,) = _consume(served)
     about = _about(chunk)
@@ -54,7 +54,7 @@ def test_a_batch_comes_with_its_lease_and_is_done_by_it(served: Served) -> None:
     assert _consume(served) == []
 
 
-def test_a_batch_that_does_not_fill_up_comes_all_the_same(serve: Serve) -> None:
+def test_partly_filled_batch_is_returned(serve: Serve) -> None:
     """However short the waits are in which the client asks for it."""
     slow = {"kind": "memory", "minimum_batch_size": 10, "minimum_batch_timeout": "1s"}
     served = serve({"slow": slow})
@@ -63,7 +63,7 @@ def test_a_batch_that_does_not_fill_up_comes_all_the_same(serve: Serve) -> None:
         assert len(batch) == 1
 
 
-def test_leases_that_are_over_take_no_memory() -> None:
+def test_ended_leases_use_no_memory() -> None:
     queue = open_buffered_queue(kind="memory", size=10)
     with queue, Leases() as leases:
         queue.producer().publish(b"x")
@@ -74,11 +74,11 @@ def test_leases_that_are_over_take_no_memory() -> None:
         leases.done(held.id)
 
 
-def test_nothing_in_time_is_a_stream_without_blocks(served: Served) -> None:
+def test_timeout_is_a_stream_without_blocks(served: Served) -> None:
     assert _consume(served, wait=0.01) == []
 
 
-def test_a_batch_that_comes_while_waiting_is_handed_out(served: Served) -> None:
+def test_batch_that_arrives_during_the_wait_is_returned(served: Served) -> None:
     waiting = Task(lambda: _consume(served, wait=60))
     wait_until(lambda: bool(state_of(served.node.queue("disk")).waiting_readers))
     _publish(served, b"a")
@@ -96,19 +96,19 @@ def test_blocks_of_a_batch_with_different_columns_share_a_schema(served: Served)
     assert [_about(chunk)["first"] for chunk in chunks] == list(range(len(chunks)))
 
 
-def test_a_released_batch_comes_again_its_attempt_counted(served: Served) -> None:
+def test_released_batch_returns_with_a_higher_attempt(served: Served) -> None:
     _publish(served, b"a")
     served.act("release", lease=_about(_consume(served)[0])["lease"])
     assert _about(_consume(served)[0])["attempt"] == 2
 
 
-def test_a_dead_batch_is_counted_as_dead(served: Served) -> None:
+def test_dead_batch_is_counted_as_dead(served: Served) -> None:
     _publish(served, b"a")
     served.act("dead", lease=_about(_consume(served)[0])["lease"])
     assert served.node.queue("disk").stats().ledger.dead == 1
 
 
-def test_a_lease_that_runs_out_gives_the_batch_to_another(served: Served) -> None:
+def test_expired_lease_gives_the_batch_to_another_consumer(served: Served) -> None:
     _publish(served, b"a")
     lost = _about(_consume(served, lease=0.05)[0])["lease"]
     (again,) = _consume(served, wait=20)
@@ -118,7 +118,7 @@ def test_a_lease_that_runs_out_gives_the_batch_to_another(served: Served) -> Non
     assert served.node.leases.expired == 1
 
 
-def test_an_extended_lease_does_not_run_out(served: Served) -> None:
+def test_extended_lease_does_not_expire(served: Served) -> None:
     _publish(served, b"a")
     lease = _about(_consume(served, lease=0.2)[0])["lease"]
     served.act("extend", lease=lease, seconds=60)
@@ -126,7 +126,7 @@ def test_an_extended_lease_does_not_run_out(served: Served) -> None:
     assert served.act("done", lease=lease) == {}
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_batch_gives_it_back(serve: Serve) -> None:
+def test_client_that_leaves_during_a_batch_releases_it(serve: Serve) -> None:
     """It cannot settle what it has not seen; nobody has to wait for the lease to run out."""
     served = serve({"disk": {"durability": "never", "dequeue_batch_size": 1000}})
     big = bytes(1 << 20)
@@ -140,7 +140,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_batch_gives_it_back(serve: Serv
     assert served.node.queue("disk").stats().in_flight == 0
 
 
-def test_a_client_that_has_left_while_it_waited_gets_no_lease(
+def test_client_that_left_during_the_wait_gets_no_lease(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Events that come in its last moment are not gone for as long as its lease would last."""
@@ -163,7 +163,7 @@ def test_a_client_that_has_left_while_it_waited_gets_no_lease(
     assert (len(served.node.leases), queue.stats().in_flight) == (0, 0)
 
 
-def test_a_batch_that_nobody_reads_is_given_back(served: Served) -> None:
+def test_unread_batch_is_released(served: Served) -> None:
     """Flight may let go of a stream before it has asked for a single block."""
     _publish(served, b"a")
     command = ConsumeCommand(consume="disk", lease=3600.0)
@@ -188,7 +188,7 @@ def test_a_batch_that_nobody_reads_is_given_back(served: Served) -> None:
 # The client's own batches
 
 
-def test_the_clients_batches_are_those_of_the_contract(served: Served) -> None:
+def test_batches_of_a_client_follow_the_contract(served: Served) -> None:
     queue = served.client().queue("disk")
     _publish(served, b"a", b"b")
     batch = queue.get(timeout=5)
@@ -203,7 +203,7 @@ def test_the_clients_batches_are_those_of_the_contract(served: Served) -> None:
         queue.get(timeout=0.01)
 
 
-def test_a_batch_in_a_live_clients_hands_does_not_run_out(served: Served) -> None:
+def test_batch_of_a_live_client_does_not_expire(served: Served) -> None:
     queue = served.client(lease="300ms").queue("disk")
     _publish(served, b"a")
     batch = queue.get(timeout=5)
@@ -214,7 +214,7 @@ def test_a_batch_in_a_live_clients_hands_does_not_run_out(served: Served) -> Non
     assert served.node.leases.expired == 0
 
 
-def test_a_batch_that_nobody_holds_any_more_comes_again(served: Served) -> None:
+def test_garbage_collected_batch_is_returned_again(served: Served) -> None:
     queue = served.client(lease="100ms").queue("disk")
     _publish(served, b"a")
     batch = queue.get(timeout=5)
@@ -223,7 +223,7 @@ def test_a_batch_that_nobody_holds_any_more_comes_again(served: Served) -> None:
     assert queue.get(timeout=10).attempt == 2
 
 
-def test_a_closed_clients_batches_come_back_at_once(served: Served) -> None:
+def test_batches_of_a_closed_client_return_at_once(served: Served) -> None:
     client = served.client(lease=3600)
     batch = client.queue("disk", shutdown_timeout=0.1)
     _publish(served, b"a")
@@ -242,7 +242,7 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_dead_clients_batches_come_back(served: Served) -> None:
+def test_batches_of_a_killed_client_return(served: Served) -> None:
     _publish(served, b"a", b"b", b"c")
     run = subprocess.run(
         [sys.executable, "-c", DYING, served.url], capture_output=True, text=True, check=False
@@ -253,9 +253,7 @@ def test_a_dead_clients_batches_come_back(served: Served) -> None:
     batch.done()
 
 
-def test_settling_what_has_run_out_is_said_to_the_consumer(
-    served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settling_an_expired_batch_raises(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     queue = served.client().queue("disk")
     _publish(served, b"a")
     batch = queue.get(timeout=5)
@@ -265,7 +263,7 @@ def test_settling_what_has_run_out_is_said_to_the_consumer(
     batch.done()  # it is over
 
 
-def test_extending_what_has_run_out_is_logged(
+def test_failed_extension_of_a_lease_is_logged(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue = served.client(lease="200ms").queue("disk")
@@ -276,7 +274,7 @@ def test_extending_what_has_run_out_is_logged(
         wait_until(lambda: "lease.expired" in caplog.text, "a warning")
 
 
-def test_done_is_repeated_after_the_answer_was_lost(served: Served) -> None:
+def test_done_is_repeated_after_a_lost_answer(served: Served) -> None:
     """The node has heard it; the second call finds no lease, and that is well."""
     queue = served.client().queue("disk")
     _publish(served, b"a")
@@ -304,7 +302,7 @@ def _lease(batch: object) -> str:
 # The node's leases
 
 
-def test_a_closed_node_takes_its_batches_back() -> None:
+def test_closed_node_releases_its_batches() -> None:
     queue = open_buffered_queue(kind="memory")
     queue.producer().publish(b"a")
     leases = Leases()

@@ -27,21 +27,21 @@ from turnlane.queues.api import Durability
 from turnlane.testing import FaultyDisk
 
 
-def test_queues_of_the_configuration_are_there_and_on_disk(tmp_path: Path) -> None:
+def test_configured_queues_are_created_on_disk(tmp_path: Path) -> None:
     with Node(tmp_path, {"orders": {}, "quick": {"kind": "memory", "size": 10}}) as node:
         assert node.queue("orders").settings.kind == "disk"
         assert node.queue("orders").settings.path == tmp_path / "queues" / "orders"
         assert node.queue("quick").settings.size == 10
 
 
-def test_events_are_there_after_a_restart(tmp_path: Path) -> None:
+def test_events_survive_a_restart(tmp_path: Path) -> None:
     with Node(tmp_path, {"orders": {}}) as node:
         node.queue("orders").producer(ack="persisted").publish(b"one")
     with Node(tmp_path, {"orders": {}}) as node:
         assert [event.value for event in node.queue("orders").get(timeout=5)] == [b"one"]
 
 
-def test_a_queue_made_at_run_time_is_found_again(tmp_path: Path) -> None:
+def test_queue_created_at_run_time_survives_a_restart(tmp_path: Path) -> None:
     with Node(tmp_path) as node:
         node.create("later", durability="always", max_bytes="1Gi")
     with Node(tmp_path) as node:
@@ -49,7 +49,7 @@ def test_a_queue_made_at_run_time_is_found_again(tmp_path: Path) -> None:
         assert (settings.durability, settings.max_bytes) == (Durability.ALWAYS, 1 << 30)
 
 
-def test_the_configuration_has_the_last_word_on_a_queue_made_at_run_time(tmp_path: Path) -> None:
+def test_configuration_overrides_a_queue_created_at_run_time(tmp_path: Path) -> None:
     with Node(tmp_path) as node:
         node.create("orders", durability="always")
     with Node(tmp_path, {"orders": {"durability": "never"}}) as node:
@@ -64,7 +64,7 @@ def test_existing_queue_with_the_same_settings_is_returned(tmp_path: Path) -> No
             node.create("orders", size=11)
 
 
-def test_a_dropped_queue_is_gone_for_good(tmp_path: Path) -> None:
+def test_dropped_queue_stays_away_after_a_restart(tmp_path: Path) -> None:
     with Node(tmp_path) as node:
         node.create("orders").producer(ack="persisted").publish(b"one")
         node.drop("orders")
@@ -76,7 +76,7 @@ def test_a_dropped_queue_is_gone_for_good(tmp_path: Path) -> None:
         assert node.create("orders").end == 0
 
 
-def test_a_queue_of_the_configuration_cannot_be_dropped(tmp_path: Path) -> None:
+def test_configured_queue_cannot_be_dropped(tmp_path: Path) -> None:
     with Node(tmp_path, {"orders": {}}) as node, pytest.raises(ConfigError, match="remove it"):
         node.drop("orders")
 
@@ -96,7 +96,7 @@ def test_a_queue_of_the_configuration_cannot_be_dropped(tmp_path: Path) -> None:
         ("", {}, "name"),
     ],
 )
-def test_wrong_settings_are_named(
+def test_wrong_setting_is_named(
     name: str, knobs: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     with Node(tmp_path) as node:
@@ -111,7 +111,7 @@ def test_failed_start_closes_everything(tmp_path: Path) -> None:
     Node(tmp_path, {"good": {}}).close()
 
 
-def test_a_directory_has_one_holder(tmp_path: Path) -> None:
+def test_second_node_in_a_directory_is_refused(tmp_path: Path) -> None:
     with Node(tmp_path), pytest.raises(DirectoryLocked, match="held by this process"):
         Node(tmp_path)
     Node(tmp_path).close()
@@ -123,7 +123,7 @@ def test_data_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
         Node(tmp_path / "data")
 
 
-def test_a_damaged_list_of_queues_is_named_and_left_alone(tmp_path: Path) -> None:
+def test_damaged_registry_is_named_and_not_changed(tmp_path: Path) -> None:
     (tmp_path / "queues.json").write_text("{")
     with pytest.raises(NotAQueue, match=r"queues\.json.*move it away"):
         Node(tmp_path)
@@ -155,7 +155,7 @@ def test_queue_is_not_dropped_if_the_registry_cannot_be_written(tmp_path: Path) 
     assert not list((tmp_path / "queues").iterdir())
 
 
-def test_closing_twice_is_harmless(tmp_path: Path) -> None:
+def test_second_close_does_nothing(tmp_path: Path) -> None:
     node = Node(tmp_path, {"orders": {}})
     node.close()
     node.close()
@@ -187,7 +187,7 @@ def test_stages_of_dead_tasks_are_discarded(
         assert len(node.staging) == 0
 
 
-def test_a_stage_waits_for_the_slowest_task_of_its_batch(tmp_path: Path) -> None:
+def test_stage_is_kept_for_the_slowest_task_of_its_batch(tmp_path: Path) -> None:
     with Node(tmp_path, {"orders": {}}) as node:
         with node.stage("orders", BASE_SCHEMA) as stage:
             stage_id = stage.finish()

@@ -69,7 +69,7 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def test_a_node_that_dies_is_started_again(node: NodeProcess) -> None:
+def test_dead_node_process_is_restarted(node: NodeProcess) -> None:
     node.start()
     wait_until(lambda: is_ready(node), patience=PATIENCE)
     assert node.ready is not None
@@ -87,7 +87,7 @@ def test_a_node_that_dies_is_started_again(node: NodeProcess) -> None:
     [("parse: json", "parse: jsno"), ("${PLACE}", "elsewhere"), ("'127.0.0.1:", "'127.0.0.2:")],
     ids=["rejected", "other data", "other address"],
 )
-def test_it_comes_back_as_it_was_whatever_the_file_says_by_then(
+def test_restarted_node_process_keeps_its_configuration(
     change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -113,7 +113,7 @@ def test_it_comes_back_as_it_was_whatever_the_file_says_by_then(
     assert not Path("elsewhere").exists()
 
 
-def test_events_of_an_action_that_is_gone_are_told_of_at_the_first_start_only(
+def test_events_of_a_removed_action_are_logged_at_the_first_start_only(
     node: NodeProcess, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Later its pipeline runs, with actions that may have come since."""
@@ -133,7 +133,7 @@ def test_events_of_an_action_that_is_gone_are_told_of_at_the_first_start_only(
     assert node.stop(PATIENCE)
 
 
-def test_a_node_that_cannot_start_says_so_by_its_exit_code(
+def test_node_process_that_cannot_start_exits_with_an_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with NodeProcess(tmp_path / "c.yaml", "node: {}") as node:
@@ -144,9 +144,7 @@ def test_a_node_that_cannot_start_says_so_by_its_exit_code(
     assert not is_permanent_failure(-signal.SIGKILL)
 
 
-def test_a_node_ends_in_order_with_its_parent_however_that_ends(
-    node: NodeProcess, tmp_path: Path
-) -> None:
+def test_node_process_stops_cleanly_with_its_parent(node: NodeProcess, tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT],
         stdin=subprocess.PIPE,

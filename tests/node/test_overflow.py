@@ -52,13 +52,13 @@ def adds_up(served: Served) -> bool:
     return all(queue.stats().ledger.adds_up for queue in served.node.queues().values())
 
 
-def test_without_spare_room_a_commit_waits(full: Served) -> None:
+def test_commit_without_spare_events_waits_for_room(full: Served) -> None:
     with pytest.raises(QueueFull, match="no room for 5 staged events"):
         committed(full.client().nodes[0], 0, 5, spare=0)
     assert full.node.queue("alerts").low == 0
 
 
-def test_letters_wait_in_memory_until_there_is_room(full: Served) -> None:
+def test_dead_letters_wait_in_memory_until_there_is_room(full: Served) -> None:
     committed(full.client().nodes[0], 0, 5, spare=100)
     assert full.node.queue("alerts").low == 5, "the lane goes on"
     assert full.node.queue("alerts").stats().ledger.dead == 5
@@ -76,7 +76,7 @@ def test_letters_wait_in_memory_until_there_is_room(full: Served) -> None:
     assert adds_up(full)
 
 
-def test_letters_wait_also_if_the_commit_settles_nothing(full: Served) -> None:
+def test_dead_letters_of_a_commit_without_ranges_wait_in_memory(full: Served) -> None:
     node = full.client().nodes[0]
     with node.stage("alerts.dead", block_of([]).schema, 100) as stage:
         stage.write(block_of([b"new"]))
@@ -86,7 +86,7 @@ def test_letters_wait_also_if_the_commit_settles_nothing(full: Served) -> None:
     assert len(full.node.staging) == 0
 
 
-def test_beyond_their_bound_the_oldest_are_dropped_and_counted(full: Served) -> None:
+def test_oldest_dead_letters_beyond_the_limit_are_dropped_and_counted(full: Served) -> None:
     node = full.client().nodes[0]
     committed(node, 0, 6, spare=8)
     committed(node, 6, 6, spare=8)
@@ -120,9 +120,7 @@ def test_overflow_buffer_drops_the_oldest_beyond_its_memory_limit(full: Served) 
     assert overflow.dropped == {"alerts.dead": 700}
 
 
-def test_letters_left_when_the_node_closes_are_counted_as_dropped(
-    full: Served, serve: Serve
-) -> None:
+def test_dead_letters_left_at_close_are_counted_as_dropped(full: Served, serve: Serve) -> None:
     committed(full.client().nodes[0], 0, 5, spare=100)
     full.close()
     again = serve(QUEUES)
@@ -160,7 +158,9 @@ def assert_all_come(served: Served, count: int) -> None:
     assert adds_up(served)
 
 
-def test_letters_wait_in_memory_until_the_disk_is_back(filling: Served, disk: FaultyDisk) -> None:
+def test_dead_letters_wait_in_memory_until_the_disk_works(
+    filling: Served, disk: FaultyDisk
+) -> None:
     """The oldest beyond their bound are dropped and counted; every 5 s the queue is asked."""
     node, overflow, clock = filling.node, filling.node.commits.overflow, ManualClock()
     remote = filling.client().nodes[0]
@@ -186,9 +186,7 @@ def test_letters_wait_in_memory_until_the_disk_is_back(filling: Served, disk: Fa
     assert adds_up(filling)
 
 
-def test_a_queue_that_is_asked_too_early_gets_them_all_in_the_end(
-    filling: Served, disk: FaultyDisk
-) -> None:
+def test_early_drain_attempt_loses_no_dead_letter(filling: Served, disk: FaultyDisk) -> None:
     overflow, remote = filling.node.commits.overflow, filling.client().nodes[0]
     disk.fill()
     for first in range(0, 12, 2):
@@ -213,7 +211,7 @@ def test_stage_continues_in_memory_after_a_disk_error(
     assert list(filling.node.staging.directory.iterdir()) == []
 
 
-def test_no_lane_waits_for_letters_that_the_disk_took_and_their_queue_cannot_write(
+def test_lane_does_not_wait_for_staged_letters_of_a_failing_queue(
     filling: Served, disk: FaultyDisk
 ) -> None:
     overflow, remote = filling.node.commits.overflow, filling.client().nodes[0]
@@ -235,7 +233,7 @@ def test_diskless_commit_needs_no_record_on_a_full_disk(filling: Served, disk: F
 
 
 @pytest.mark.parametrize("match", [".stage", ".commit"])
-def test_letters_that_may_not_wait_for_the_disk_stay_where_they_are(
+def test_commit_without_diskless_stages_is_refused_on_a_full_disk(
     filling: Served, disk: FaultyDisk, match: str
 ) -> None:
     disk.fail("write", error=errno.ENOSPC, times=None, match=match)
@@ -245,7 +243,7 @@ def test_letters_that_may_not_wait_for_the_disk_stay_where_they_are(
     assert filling.node.commits.overflow.events() == {}
 
 
-def test_stages_in_memory_have_a_bound_beyond_which_letters_stay_where_they_are(
+def test_stage_beyond_the_memory_limit_is_refused(
     filling: Served, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "MAX_BYTES", 2 * block_of([b"new 0"]).nbytes)

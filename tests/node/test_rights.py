@@ -24,7 +24,7 @@ def token(**fields: Any) -> TokenSettings:
     )
 
 
-def test_a_token_gives_its_rights_on_its_queues_and_no_others() -> None:
+def test_token_gives_only_its_rights_on_its_queues() -> None:
     authority = Authority([token(), token(name="other", secret="o", rights={"*": ["admin"]})])
     authority.check("s3cret", Right.PUBLISH, "web-1")
     for right, queue in ((Right.READ, "web-1"), (Right.PUBLISH, "db"), (Right.PUBLISH, None)):
@@ -36,13 +36,13 @@ def test_a_token_gives_its_rights_on_its_queues_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("bearer", [None, "", "wrong", "s3cre", "s3cret ", "\udcff"])
-def test_no_token_and_a_wrong_token_are_unknown(bearer: str | None) -> None:
+def test_missing_and_wrong_token_are_unknown(bearer: str | None) -> None:
     with pytest.raises(NotAllowed) as refused:
         Authority([token()]).check(bearer, Right.PUBLISH, "web-1")
     assert not refused.value.known
 
 
-def test_a_token_is_compared_with_all_and_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_compared_with_all_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[bytes, bytes]] = []
     compare = hmac.compare_digest
 
@@ -59,7 +59,7 @@ def test_a_token_is_compared_with_all_and_in_constant_time(monkeypatch: pytest.M
         assert {len(side) for pair in compared for side in pair} == {32}  # says no length either
 
 
-def test_a_token_ends_when_it_expires() -> None:
+def test_token_is_refused_after_it_expires() -> None:
     now = [0.0]
     expires = datetime(2030, 1, 1, tzinfo=UTC)
     authority = Authority([token(expires=expires)], now=lambda: now[0])
@@ -72,14 +72,14 @@ def test_a_token_ends_when_it_expires() -> None:
         token(expires=datetime(2030, 1, 1))  # noqa: DTZ001 - that is what is refused
 
 
-def test_without_tokens_everybody_may_do_everything() -> None:
+def test_authority_without_tokens_allows_everything() -> None:
     authority = Authority()
     assert not authority.has_tokens
     authority.check(None, Right.ADMIN, None)
     assert authority.identify(None) is None
 
 
-def test_secrets_come_from_a_file_or_the_environment(
+def test_secret_is_read_from_a_file_or_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "secret"
@@ -95,7 +95,7 @@ def test_secrets_come_from_a_file_or_the_environment(
     assert authority.identify("from-env") == "env"
 
 
-def test_a_secret_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
+def test_missing_secret_is_a_config_error(tmp_path: Path) -> None:
     for place in ({"secret_file": tmp_path / "none"}, {"secret_env": "NOT_SET_AT_ALL"}):
         with pytest.raises(ConfigError, match=r"tokens.t: .*(none|NOT_SET_AT_ALL)"):
             Authority([token(secret=None, **place)])
@@ -107,7 +107,7 @@ def test_a_secret_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
         assert "exactly one of" in str(convert_validation_error(wrong.value))
 
 
-def test_a_secret_is_never_shown() -> None:
+def test_secret_is_never_shown() -> None:
     authority = Authority([token()])
     shown = repr(token()) + str(token()) + repr(authority) + repr(vars(authority))
     assert "s3cret" not in shown + token().model_dump_json()
@@ -124,5 +124,5 @@ def test_a_secret_is_never_shown() -> None:
         (None, None),
     ],
 )
-def test_the_token_is_taken_from_the_header(header: str | None, found: str | None) -> None:
+def test_token_is_parsed_from_the_header(header: str | None, found: str | None) -> None:
     assert parse_bearer(header) == found

@@ -175,7 +175,7 @@ def probes(tmp_path: Path) -> Path:
 # ── starting ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_data_directory_is_enough(serve: Serve, tmp_path: Path) -> None:
+def test_serve_needs_only_a_data_directory(serve: Serve, tmp_path: Path) -> None:
     served = serve(*on_loopback(tmp_path / "new"))
     about = served.ready()
     assert about["pid"] == served.process.pid
@@ -189,7 +189,7 @@ def test_a_data_directory_is_enough(serve: Serve, tmp_path: Path) -> None:
     assert kept(tmp_path / "new") == [b"hello"]
 
 
-def test_whoever_started_it_can_wait_for_it(serve: Serve, tmp_path: Path) -> None:
+def test_starter_can_wait_until_the_node_is_ready(serve: Serve, tmp_path: Path) -> None:
     """By a line of JSON, by a file, or as a service manager does; and logs can be JSON, too."""
     ready = tmp_path / "ready.json"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
@@ -233,7 +233,7 @@ def test_log_event_of_a_command_is_written_in_the_chosen_form(
 # ── ending ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_signal_stops_inputs_first_and_loses_nothing(
+def test_signal_stops_inputs_first_and_loses_nothing(
     serve: Serve, tmp_path: Path, probes: Path
 ) -> None:
     text = "queues: {main: }\ninputs: [{type: probe, queue: main}]\n"
@@ -250,9 +250,7 @@ def test_a_signal_stops_inputs_first_and_loses_nothing(
     assert kept(tmp_path / "data") == expected
 
 
-def test_what_clients_were_told_under_load_is_there_after_a_stop(
-    serve: Serve, tmp_path: Path
-) -> None:
+def test_events_acked_under_load_are_stored_after_a_stop(serve: Serve, tmp_path: Path) -> None:
     served = serve(*on_loopback(tmp_path / "data"))
     about = served.ready()
     told: list[bytes] = []
@@ -281,7 +279,7 @@ def test_what_clients_were_told_under_load_is_there_after_a_stop(
     assert set(told) <= set(kept(tmp_path / "data"))
 
 
-def test_a_client_goes_on_with_the_next_node(serve: Serve, tmp_path: Path) -> None:
+def test_client_continues_with_the_next_node(serve: Serve, tmp_path: Path) -> None:
     """A stop in the middle of a Flight client's stream: it waits, sends again what was not told."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         flight = f"--listen-flight=127.0.0.1:{free.getsockname()[1]}"
@@ -302,7 +300,7 @@ def test_a_client_goes_on_with_the_next_node(serve: Serve, tmp_path: Path) -> No
     assert kept(tmp_path / "data") == [b"%d" % number for number in range(200)]
 
 
-def test_a_part_that_does_not_stop_costs_its_time_and_no_more(
+def test_part_that_does_not_stop_delays_the_end_by_its_timeout(
     serve: Serve, tmp_path: Path, probes: Path
 ) -> None:
     text = "  shutdown_timeout: 100ms\nqueues: {main: }\n"
@@ -316,7 +314,7 @@ def test_a_part_that_does_not_stop_costs_its_time_and_no_more(
     assert kept(tmp_path / "data") == [b"from the input", b"kept"]
 
 
-def test_a_signal_that_comes_just_before_the_main_thread_sleeps_wakes_it(
+def test_signal_just_before_the_main_thread_sleeps_wakes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Late:
@@ -337,7 +335,7 @@ def test_a_signal_that_comes_just_before_the_main_thread_sleeps_wakes_it(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_what_goes_wrong_while_stopping_is_raised() -> None:
+def test_error_during_the_stop_is_raised() -> None:
     with process.Signals() as caught:
         assert caught.wait_or(lambda: None)
         with pytest.raises(ZeroDivisionError):
@@ -356,7 +354,7 @@ def stuck(serve: Serve, tmp_path: Path, probes: Path) -> Served:
     return served
 
 
-def test_a_second_signal_waits_for_nobody_and_still_closes_the_queues(
+def test_second_signal_stops_at_once_and_closes_the_queues(
     serve: Serve, tmp_path: Path, probes: Path
 ) -> None:
     served = stuck(serve, tmp_path, probes)
@@ -367,7 +365,7 @@ def test_a_second_signal_waits_for_nobody_and_still_closes_the_queues(
     assert kept(tmp_path / "data") == [b"from the input", b"kept"]
 
 
-def test_a_third_signal_ends_it_at_once(serve: Serve, tmp_path: Path, probes: Path) -> None:
+def test_third_signal_ends_the_process_at_once(serve: Serve, tmp_path: Path, probes: Path) -> None:
     served = stuck(serve, tmp_path, probes)
     served.tell(signal.SIGINT)
     served.heard("stopping without waiting")
@@ -375,7 +373,7 @@ def test_a_third_signal_ends_it_at_once(serve: Serve, tmp_path: Path, probes: Pa
     assert served.ended()[0] == 128 + signal.SIGINT
 
 
-def test_after_kill_9_everything_persisted_is_there(serve: Serve, tmp_path: Path) -> None:
+def test_killed_node_has_every_persisted_event(serve: Serve, tmp_path: Path) -> None:
     data = tmp_path / "data"
     for start in (0, 10):
         served = serve(*on_loopback(data))
@@ -402,7 +400,7 @@ def only_line(errors: str) -> str:
     return line
 
 
-def test_a_wrong_configuration_is_told_with_its_places(tmp_path: Path) -> None:
+def test_wrong_configuration_is_refused_with_its_places(tmp_path: Path) -> None:
     file = config_file(tmp_path, "queues:\n  main: {siez: 5}\ninputs:\n  - {type: nothing}\n")
     code, _, errors = turnlane_says("serve", file)
     assert code == 78
@@ -415,7 +413,7 @@ def test_a_wrong_configuration_is_told_with_its_places(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plane", ["flight", "http"])
-def test_a_port_that_is_taken_is_named(serve: Serve, tmp_path: Path, plane: str) -> None:
+def test_taken_port_is_named(serve: Serve, tmp_path: Path, plane: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         flags = [flag for flag in on_loopback(tmp_path / "data") if plane not in flag]
@@ -427,7 +425,7 @@ def test_a_port_that_is_taken_is_named(serve: Serve, tmp_path: Path, plane: str)
         """Nobody holds the directory."""
 
 
-def test_a_port_of_an_input_that_is_taken_is_named(serve: Serve, tmp_path: Path) -> None:
+def test_taken_port_of_an_input_is_named(serve: Serve, tmp_path: Path) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
         other.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{other.getsockname()[1]}"
@@ -438,7 +436,7 @@ def test_a_port_of_an_input_that_is_taken_is_named(serve: Serve, tmp_path: Path)
     assert only_line(errors) == wanted
 
 
-def test_a_node_may_open_as_many_files_as_the_system_allows(serve: Serve, tmp_path: Path) -> None:
+def test_limit_of_open_files_is_raised_to_the_maximum(serve: Serve, tmp_path: Path) -> None:
     limits = ["prlimit", "--nofile=256:2000"]
     node = serve(*on_loopback(tmp_path / "data"), before=limits)
     pid = node.ready()["pid"]
@@ -446,9 +444,7 @@ def test_a_node_may_open_as_many_files_as_the_system_allows(serve: Serve, tmp_pa
 
 
 @pytest.mark.parametrize("others", ["", "  - {type: syslog, tcp: ':0', queue: main}\n"])
-def test_a_node_that_only_reads_stdin_ends_with_it(
-    serve: Serve, tmp_path: Path, others: str
-) -> None:
+def test_node_that_only_reads_stdin_ends_with_it(serve: Serve, tmp_path: Path, others: str) -> None:
     text = f"queues: {{main: }}\ninputs:\n  - {{type: stdin, queue: main}}\n{others}"
     node = serve(config_file(tmp_path, text), "--json")
     node.ready()
@@ -466,14 +462,14 @@ def test_a_node_that_only_reads_stdin_ends_with_it(
     assert kept(tmp_path / "data") == [b"one", b"two"]
 
 
-def test_a_directory_that_another_node_holds_is_named(serve: Serve, tmp_path: Path) -> None:
+def test_directory_of_another_node_is_named(serve: Serve, tmp_path: Path) -> None:
     with Node(tmp_path / "data"):
         code, errors = serve(*on_loopback(tmp_path / "data")).ended()
     assert code == 75
     assert str(tmp_path / "data") in only_line(errors)
 
 
-def test_a_directory_that_cannot_be_made_is_named(serve: Serve, tmp_path: Path) -> None:
+def test_directory_that_cannot_be_created_is_named(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code, errors = serve(*on_loopback(tmp_path / "file" / "data")).ended()
     assert code == 1
@@ -484,19 +480,19 @@ def test_a_directory_that_cannot_be_made_is_named(serve: Serve, tmp_path: Path) 
     "arguments",
     [[], ["--data=d", "c.yaml"], ["c.yaml", "--queue=a"], ["c.yaml", "--listen-http=:0"]],
 )
-def test_a_config_or_a_directory_is_given_not_both(arguments: list[str]) -> None:
+def test_config_together_with_a_directory_is_refused(arguments: list[str]) -> None:
     code, _, errors = turnlane_says("serve", *arguments)
     assert code == 2
     assert "CONFIG" in errors
 
 
-def test_an_address_on_the_command_line_is_checked(tmp_path: Path) -> None:
+def test_wrong_address_on_the_command_line_is_refused(tmp_path: Path) -> None:
     code, _, errors = turnlane_says("serve", f"--data={tmp_path}", "--listen-http=0.0.0.0:0")
     assert code == 78
     assert only_line(errors).startswith("turnlane: node.http.listen: 0.0.0.0:0 can be reached")
 
 
-def test_work_that_ends_after_the_signals_rings_for_nobody(tmp_path: Path) -> None:
+def test_work_that_ends_after_the_signals_writes_to_no_pipe(tmp_path: Path) -> None:
     """The number of the closed pipe may be somebody else's by then."""
     go_on = threading.Event()
     before = set(threading.enumerate())
@@ -518,7 +514,7 @@ def settings(data: Path, text: str = "") -> Config:
     return loads(f"node: {{data: '{data}', {planes}}}\nqueues: {{main: }}\n{text}")
 
 
-def test_whatever_fails_everything_opened_before_is_closed(
+def test_failed_start_closes_all_opened_parts(
     tmp_path: Path, probes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(probes)
@@ -536,7 +532,7 @@ def test_whatever_fails_everything_opened_before_is_closed(
     assert kept(tmp_path / "data") == [b"from the input"]
 
 
-def test_an_input_without_its_queue_does_not_start(tmp_path: Path) -> None:
+def test_input_without_its_queue_is_refused(tmp_path: Path) -> None:
     config = settings(tmp_path / "data", "inputs: [{type: stdin, queue: main}]")
     with pytest.raises(ConfigError, match="input stdin: queue: there is no queue 'main'"):
         Service(config.model_copy(update={"queues": {}})).start()
@@ -549,7 +545,7 @@ def test_queues_can_be_named_on_the_command_line(tmp_path: Path) -> None:
         assert sorted(service.node.queues()) == ["a", "b"]
 
 
-def test_a_service_stops_twice_and_lets_go_of_its_directory(tmp_path: Path) -> None:
+def test_service_can_be_stopped_twice_and_frees_its_directory(tmp_path: Path) -> None:
     service = Service(settings(tmp_path / "data")).start()
     with pytest.raises(DirectoryLocked):
         Node(tmp_path / "data")
@@ -569,7 +565,7 @@ def test_planes_can_be_switched_off(tmp_path: Path) -> None:
 # ── turnlane validate ────────────────────────────────────────────────────────────────────────────
 
 
-def test_validate_says_that_all_is_well(tmp_path: Path) -> None:
+def test_validate_accepts_a_valid_file(tmp_path: Path) -> None:
     file = config_file(tmp_path, "queues: {main: }\n")
     assert turnlane_says("validate", file) == (0, f"{file}: ok, 1 queue, 0 inputs\n", "")
     assert not (tmp_path / "data").exists()
@@ -595,7 +591,7 @@ def test_validate_warns_of_commits_into_memory(tmp_path: Path, kind: str, where:
     assert where in line
 
 
-def test_validate_lists_every_fault(tmp_path: Path) -> None:
+def test_validate_lists_every_issue(tmp_path: Path) -> None:
     file = config_file(tmp_path, "queue: {}\ninput: []\n")
     code, _, errors = turnlane_says("validate", file)
     assert code == 78
@@ -630,9 +626,7 @@ def test_validate_reads_secrets_and_shows_none(
         ("udp: '*:514', insecure: true", None),
     ],
 )
-def test_validate_finds_syslog_open_to_everybody(
-    tmp_path: Path, listens: str, found: str | None
-) -> None:
+def test_validate_refuses_public_syslog(tmp_path: Path, listens: str, found: str | None) -> None:
     text = f"queues: {{main: }}\ninputs: [{{type: syslog, {listens}, queue: main}}]\n"
     code, _, errors = turnlane_says("validate", config_file(tmp_path, text))
     assert code == (78 if found else 0)

@@ -50,9 +50,7 @@ from turnlane.serving.http_server import UVICORN_INTERNALS, WebServer, WebSettin
 # ── TLS ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_tls_files_that_cannot_be_used_are_named(
-    certificates: Certificates, tmp_path: Path
-) -> None:
+def test_unusable_tls_file_is_named(certificates: Certificates, tmp_path: Path) -> None:
     junk, missing = tmp_path / "junk", tmp_path / "missing"
     junk.write_text("junk")
     (cert, _), (_, other) = certificates.server, certificates.stranger
@@ -121,7 +119,7 @@ def is_cut(sock: socket.socket) -> bool:
     return True
 
 
-def test_it_serves_on_a_real_port_and_stops_twice() -> None:
+def test_server_serves_a_real_port_and_stops_twice() -> None:
     with serving() as server:
         assert server.address.port > 0
         assert httpx.post(server.url, content=b"12345").text == "5"
@@ -154,7 +152,7 @@ def test_uvicorn_has_the_internals_that_the_server_overrides() -> None:
     assert "servers" in Server.shutdown.__code__.co_names, "it closes the servers set here"
 
 
-def test_answers_on_a_kept_connection_are_not_held_back() -> None:
+def test_answers_on_a_kept_connection_are_not_delayed() -> None:
     """Nagle's algorithm would hold back every answer's body for about 40 ms."""
     with serving() as server, httpx.Client(base_url=server.url) as client:
         client.post("/", content=b"1")
@@ -166,12 +164,12 @@ def test_answers_on_a_kept_connection_are_not_held_back() -> None:
     assert min(took) < 0.03
 
 
-def test_a_port_in_use_may_be_free_later() -> None:
+def test_port_in_use_is_a_temporary_error() -> None:
     with serving() as server, pytest.raises(AddressTaken, match="listen: cannot listen on"):
         WebServer(lambda *_: None, WebSettings(listen=server.address)).start()  # type: ignore[arg-type]
 
 
-def test_an_idle_client_and_one_with_slow_headers_are_cut_and_others_served() -> None:
+def test_idle_and_slow_clients_are_disconnected() -> None:
     with (
         serving(idle_timeout="300ms") as server,
         connected(server) as idle,
@@ -195,28 +193,28 @@ def test_an_idle_client_and_one_with_slow_headers_are_cut_and_others_served() ->
         wait_until(lambda: server.connections == 0)
 
 
-def test_a_body_that_stops_or_drips_is_cut() -> None:
+def test_stopped_or_slow_body_is_disconnected() -> None:
     with serving(idle_timeout="300ms") as server, connected(server) as stuck:
         stuck.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nabc")
         assert is_cut(stuck)
         wait_until(lambda: server.connections == 0)
 
 
-def test_a_connection_kept_open_between_requests_is_cut_when_idle() -> None:
+def test_idle_kept_connection_is_closed() -> None:
     with serving(idle_timeout="300ms") as server, connected(server) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         assert sock.recv(1000).startswith(b"HTTP/1.1 200")
         assert is_cut(sock)
 
 
-def test_a_client_that_does_not_read_its_answer_is_cut() -> None:
+def test_client_that_does_not_read_its_answer_is_disconnected() -> None:
     with serving(idle_timeout="300ms") as server, connected(server) as sock:
         sock.sendall(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
         wait_until(lambda: server.connections == 1)
         wait_until(lambda: server.connections == 0)
 
 
-def test_a_slow_answer_does_not_cut_the_waiting_client() -> None:
+def test_slow_answer_does_not_disconnect_the_client() -> None:
     release = threading.Event()
 
     async def late(_request: Request) -> Response:
@@ -235,7 +233,7 @@ def test_a_slow_answer_does_not_cut_the_waiting_client() -> None:
         assert sock.recv(1000).startswith(b"HTTP/1.1 200")
 
 
-def test_there_are_only_so_many_connections_and_room_comes_back() -> None:
+def test_connections_beyond_the_limit_are_refused_until_others_close() -> None:
     with serving(max_connections=2) as server:
         with connected(server) as one, connected(server), connected(server) as third:
             assert b"503 Service Unavailable" in third.recv(1000)
@@ -247,7 +245,7 @@ def test_there_are_only_so_many_connections_and_room_comes_back() -> None:
 
 @pytest.mark.parametrize("head", [b"x: " + b"y" * 5000, b"\r\n".join([b"x: y"] * 1000)])
 @pytest.mark.parametrize("ending", [b"\r\n\r\n", b""])
-def test_headers_have_a_limit_whether_they_end_or_not(head: bytes, ending: bytes) -> None:
+def test_headers_beyond_the_limit_are_refused(head: bytes, ending: bytes) -> None:
     with serving(max_header_bytes="2Ki") as server, connected(server) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\n" + head + ending)
         assert sock.recv(100).startswith(b"HTTP/1.1 431 ")
@@ -264,7 +262,7 @@ def test_trailers_have_the_same_limit() -> None:
 @pytest.mark.parametrize(
     "junk", [b"\x00\x01\x02\r\n\r\n", b"GET\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n"]
 )
-def test_junk_is_answered_and_cut(junk: bytes) -> None:
+def test_invalid_request_is_answered_and_disconnected(junk: bytes) -> None:
     with serving() as server, connected(server) as sock:
         sock.sendall(junk)
         assert sock.recv(100).startswith(b"HTTP/1.1 400")
@@ -283,7 +281,7 @@ def test_pipelined_requests_are_answered_in_order() -> None:
         assert bodies == [b"1", b"2", b"3", b"0"]
 
 
-def test_stopping_lets_a_request_finish_and_cuts_one_that_does_not() -> None:
+def test_stop_lets_requests_finish_until_the_timeout() -> None:
     begun, release = threading.Event(), threading.Event()
 
     async def wait(request: Request) -> Response:
@@ -315,7 +313,7 @@ def test_stopping_lets_a_request_finish_and_cuts_one_that_does_not() -> None:
 # ── TLS, served ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_tls_is_served_and_plain_text_is_not(certificates: Certificates) -> None:
+def test_tls_server_refuses_plain_text(certificates: Certificates) -> None:
     tls = TlsSettings(**certificates.server_knob())
     with serving(tls=tls) as server:
         assert httpx.get(server.url, verify=certificates.client_context()).status_code == 200
@@ -325,7 +323,7 @@ def test_tls_is_served_and_plain_text_is_not(certificates: Certificates) -> None
             httpx.get(server.url, verify=ssl.create_default_context())
 
 
-def test_mutual_tls_wants_a_certificate_of_its_authority(certificates: Certificates) -> None:
+def test_mutual_tls_requires_a_certificate_of_its_authority(certificates: Certificates) -> None:
     tls = TlsSettings(**certificates.server_knob(mutual=True))
     with serving(tls=tls) as server:
         friend = certificates.client_context(certificates.client)
@@ -342,7 +340,7 @@ def test_mutual_tls_wants_a_certificate_of_its_authority(certificates: Certifica
             httpx.get(server.url, verify=old)
 
 
-def test_a_tls_handshake_that_never_comes_is_cut(certificates: Certificates) -> None:
+def test_missing_tls_handshake_is_disconnected(certificates: Certificates) -> None:
     tls = TlsSettings(**certificates.server_knob())
     with serving(tls=tls, idle_timeout="300ms") as server, connected(server) as sock:
         assert is_cut(sock)
@@ -371,20 +369,20 @@ def test_gzip_and_deflate_bodies_are_unpacked() -> None:
     [b"junk", gzip.compress(b"x" * 5000)[:-9], b"\x1f\x8b"],
     ids=["junk", "cut short", "cut in its head"],
 )
-def test_a_body_that_is_not_what_it_claims_is_a_bad_request(body: bytes) -> None:
+def test_body_with_a_wrong_encoding_is_a_bad_request(body: bytes) -> None:
     with serving() as server:
         answer = httpx.post(server.url, content=body, headers={"content-encoding": "gzip"})
         assert answer.status_code == 400
         assert answer.headers["content-type"] == "application/problem+json"
 
 
-def test_an_unknown_encoding_is_unsupported() -> None:
+def test_unknown_encoding_is_unsupported() -> None:
     with serving() as server:
         answer = httpx.post(server.url, content=b"", headers={"content-encoding": "br"})
         assert answer.status_code == 415
 
 
-def test_a_body_over_the_limit_is_refused_declared_or_not() -> None:
+def test_body_over_the_limit_is_refused() -> None:
     def chunks() -> Iterator[bytes]:
         for _ in range(12):
             yield b"x" * 1000
@@ -403,7 +401,7 @@ def test_a_body_over_the_limit_is_refused_declared_or_not() -> None:
             assert is_cut(sock)
 
 
-def test_a_gzip_bomb_stays_small() -> None:
+def test_gzip_bomb_is_refused_without_unpacking_it() -> None:
     bomb = gzip.compress(bytes(64 * 2**20), 1)
     nested = gzip.compress(b"") * 50_000
     tracemalloc.start()
@@ -440,14 +438,14 @@ def test_a_gzip_bomb_stays_small() -> None:
         (KeyError("bug"), 500, None),
     ],
 )
-def test_an_error_becomes_a_status(error: Exception, status: int, after: str | None) -> None:
+def test_error_becomes_its_status(error: Exception, status: int, after: str | None) -> None:
     answer = build_problem(error)
     assert (answer.status_code, answer.headers.get("retry-after")) == (status, after)
     assert ("www-authenticate" in answer.headers) == (status == 401)
     assert (b"bug" in answer.body) is False
 
 
-def test_a_bug_is_answered_500_and_the_server_lives() -> None:
+def test_bug_is_answered_with_500_and_the_server_continues() -> None:
     with serving() as server:
         assert httpx.get(f"{server.url}/bug").status_code == 500
         assert httpx.get(server.url).status_code == 200

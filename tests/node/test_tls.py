@@ -84,7 +84,9 @@ def shake_hands(place: Place, context: ssl.SSLContext) -> str | None:
 
 
 @pytest.mark.parametrize("listener", LISTENERS)
-def test_tls_is_spoken(certificates: Certificates, places: dict[str, Place], listener: str) -> None:
+def test_listeners_speak_tls(
+    certificates: Certificates, places: dict[str, Place], listener: str
+) -> None:
     context = client(certificates, certificates.client, ssl.TLSVersion.TLSv1_2)
     assert shake_hands(places[listener], context) == "TLSv1.2"
 
@@ -99,7 +101,7 @@ def test_old_tls_is_refused(
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1])
-def test_the_refused_client_does_speak_old_tls(
+def test_refused_client_can_speak_old_tls(
     certificates: Certificates, version: ssl.TLSVersion
 ) -> None:
     """With a server that allows it; so it was not the client that refused."""
@@ -122,7 +124,7 @@ def test_the_refused_client_does_speak_old_tls(
 
 
 @pytest.mark.parametrize("listener", LISTENERS)
-def test_an_expired_certificate_of_a_client_is_refused(
+def test_expired_client_certificate_is_refused(
     certificates: Certificates, places: dict[str, Place], listener: str
 ) -> None:
     expired = certificates.issue("expired", not_before=PAST, not_after=PAST)

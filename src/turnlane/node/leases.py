@@ -74,15 +74,15 @@ class Leases(Closeable):
 
     def done(self, lease_id: str) -> None:
         """Settle the batch as delivered. Raises ``NoSuchLease`` if the lease has expired."""
-        self._end(lease_id, Batch.done)
+        self._end(lease_id, lambda batch: batch.done())
 
     def dead(self, lease_id: str) -> None:
         """Settle the batch as undeliverable."""
-        self._end(lease_id, Batch.dead)
+        self._end(lease_id, lambda batch: batch.dead())
 
     def release(self, lease_id: str) -> None:
         """Release the batch, so that another consumer gets it."""
-        self._end(lease_id, Batch.release)
+        self._end(lease_id, lambda batch: batch.release())
 
     def close(self) -> None:
         """Release all batches. May be called again."""
