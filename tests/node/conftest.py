@@ -1,4 +1,4 @@
-"""Running nodes with their planes, and clients of them that are closed when a test is over."""
+"""Fixtures: running nodes with their planes, and clients that are closed after the test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUEUES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass
 class Served:
-    """A node and how to reach it."""
+    """A running node, and helpers to reach it over Flight."""
 
     node: Node
     plane: FlightPlane
@@ -45,35 +45,35 @@ class Served:
         return f"turnlane://{self.plane.address}"
 
     def client(self, **arguments: Any) -> Client:
-        """A client of ours."""
+        """Return a turnlane client of this node."""
         return self.opened.enter_context(connect(self.url, **arguments))
 
     def flight(self, **arguments: Any) -> flight.FlightClient:
-        """A client that knows nothing but Flight."""
+        """Return a generic Flight client."""
         return self.opened.enter_context(
             flight.FlightClient(f"grpc://{self.plane.address}", **arguments)
         )
 
     def act(self, kind: str, **body: Any) -> dict[str, Any]:
-        """The answer to an action."""
+        """Return the answer to an action."""
         (result,) = self.flight().do_action(flight.Action(kind, json.dumps(body).encode()))
         answer: dict[str, Any] = json.loads(bytes(result.body))
         return answer
 
     def stream(self, queue: str, producer: str | None = None, **more: Any) -> Stream:
-        """A publishing stream."""
+        """Open a publishing stream."""
         command = {"publish": queue, "producer": producer, **more}
         return Stream(self.flight(), json.dumps(command).encode())
 
     def close(self) -> None:
-        """Stop everything."""
+        """Stop the planes, the clients and the node."""
         self.opened.close()
         self.plane.stop()
         self.node.close()
 
 
 class Stream:
-    """A publishing stream as any Flight client has it."""
+    """A publishing stream of a generic Flight client."""
 
     def __init__(self, client: flight.FlightClient, command: bytes) -> None:
         put: Any = client.do_put
@@ -82,12 +82,12 @@ class Stream:
         self.greeting: dict[str, Any] = {}
 
     def greet(self) -> dict[str, Any]:
-        """The node's first word."""
+        """Return the first message of the node."""
         self.greeting = json.loads(bytes(self.reader.read()))
         return self.greeting
 
     def write(self, *values: bytes, sequence: int | None = None) -> None:
-        """Send values as a block."""
+        """Send values as one block."""
         self.write_block(block_of(values), sequence)
 
     def write_block(self, block: Block, sequence: int | None = None) -> None:
@@ -95,19 +95,19 @@ class Stream:
         self.writer.write_with_metadata(block, pa.py_buffer(json.dumps(about).encode()))
 
     def news(self) -> dict[str, Any] | None:
-        """What the node says next; ``None`` at the end."""
+        """Return the next message of the node; ``None`` at the end."""
         said = self.reader.read()
         return None if said is None else json.loads(bytes(said))
 
     def await_news(self, **wanted: int) -> dict[str, Any]:
-        """Read on until the node reports these positions."""
+        """Read messages until the node reports these positions."""
         while (news := self.news()) is not None:
             if all(news.get(level) == position for level, position in wanted.items()):
                 return news
         pytest.fail(f"the stream ended without {wanted}")
 
     def finish(self) -> dict[str, Any] | None:
-        """Say that there is no more; returns the node's last word. Raises what it raises."""
+        """End the data and return the last message of the node. Raises the error of the stream."""
         self.writer.done_writing()
         last = None
         while (news := self.news()) is not None:
@@ -121,7 +121,7 @@ Serve = Callable[..., Served]
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Serve]:
-    """Start nodes; the same ``name`` means the same data."""
+    """Start nodes. Nodes with the same ``name`` use the same data."""
     with contextlib.ExitStack() as started:
 
         def starting(
@@ -148,26 +148,26 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 @pytest.fixture
 def served(serve: Serve) -> Served:
-    """A node with a disk queue that syncs at once, one that never does, and a memory queue."""
+    """A node with a disk queue that syncs at once, one that never syncs, and a memory queue."""
     return serve()
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServed]:
-    """A node behind HTTP, one for all tests of a module."""
+    """A node with HTTP, shared by all tests of a module."""
     with served_over_http(tmp_path_factory.mktemp("node")) as running:
         yield running
 
 
 @pytest.fixture
 def fresh(shared: HttpServed) -> HttpServed:
-    """The shared node with nothing in ``orders``."""
+    """The shared node with an empty queue ``orders``."""
     shared.orders.settle(0, shared.orders.end)
     return shared
 
 
 def values(node: Node, queue: str) -> list[bytes]:
-    """All that a queue holds, in order."""
+    """Return all values of a queue in order."""
     found = node.queue(queue)
     result: list[bytes] = []
     at = found.low
@@ -179,13 +179,13 @@ def values(node: Node, queue: str) -> list[bytes]:
 
 @pytest.fixture
 def unused_port() -> int:
-    """A port at which nobody listens."""
+    """A port on which no process listens."""
     return free_port()
 
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """A port at which somebody listens who never says a word."""
+    """A port whose listener never sends anything."""
     with socket.socket() as silent:
         silent.bind((LOOPBACK, 0))
         silent.listen()

@@ -1,4 +1,4 @@
-"""A node in a process of its own, to be killed: ``python flight_victim.py DATA PORT``."""
+"""A node in its own process, which tests kill: ``python flight_victim.py DATA PORT``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Victim:
-    """The process, started again and again on the same data and port."""
+    """The process, which can be started repeatedly on the same data and port."""
 
     def __init__(self, data: Path) -> None:
         self.data = data
@@ -34,7 +34,7 @@ class Victim:
         return f"turnlane://{LOOPBACK}:{self.port}"
 
     def start(self) -> None:
-        """Start, and wait until it listens."""
+        """Start the process and wait until it listens."""
         command = [sys.executable, "-m", "tests.node.flight_victim", str(self.data), str(self.port)]
         self._process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -45,7 +45,7 @@ class Victim:
         self.port = int(self._process.stdout.readline())
 
     def freeze(self, *, frozen: bool) -> None:
-        """Have it do nothing at all, connections and all, or go on."""
+        """Stop the process with its connections open, or let it continue."""
         assert self._process is not None
         if frozen:
             freeze_process(self._process.pid)
@@ -53,7 +53,7 @@ class Victim:
             self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill the process with SIGKILL."""
         process = self._process
         if process is not None:
             process.kill()
@@ -67,7 +67,7 @@ class Victim:
 
 @contextlib.contextmanager
 def victim(data: Path) -> Iterator[Victim]:
-    """A victim that is dead in the end."""
+    """A victim, killed at the end of the test."""
     made = Victim(data)
     made.start()
     try:

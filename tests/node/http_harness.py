@@ -1,4 +1,4 @@
-"""A node behind its HTTP plane, for tests that speak to it over real sockets."""
+"""A node with its HTTP plane, for tests over real sockets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUEUES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass
 class Served:
-    """The parts, and a client."""
+    """The node, its HTTP plane and a client."""
 
     node: Node
     plane: HttpPlane
@@ -37,7 +37,7 @@ class Served:
         return self.node.queue("orders")
 
     def post(self, content: Any, queue: str = "orders", **more: Any) -> httpx.Response:
-        """Publish: text or bytes as one raw event, anything else as JSON."""
+        """Publish text or bytes as one raw event, other values as JSON."""
         kind = "content" if isinstance(content, bytes | str) else "json"
         return self.http.post(f"/queues/{queue}/events", **{kind: content}, **more)
 

@@ -1,4 +1,4 @@
-"""A lane without Spark: reads the main queue, stages what goes where, commits. May be killed."""
+"""A lane without Spark: it reads the main queue, stages events for two queues, and commits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUEUES = {
 
 
 def opened(data: Path, disk: Disk | None = None) -> Node:
-    """A node with a main queue, filled the first time, and two that the lane fills."""
+    """Open a node with a main queue, filled at the first start, and two target queues."""
     node = Node(data, QUEUES, disk=disk)
     if not node.queue("main").end:
         producer = node.queue("main").producer(ack="persisted")
@@ -38,14 +38,14 @@ def opened(data: Path, disk: Disk | None = None) -> Node:
 
 
 def staged(node: Node, queue: str, block: Block) -> str:
-    """Stage a block; returns the stage's id."""
+    """Stage a block; return the id of the stage."""
     with node.staging.stage(StageContents(queue, block.schema)) as stage:
         stage.add(block)
         return stage.finish()
 
 
 def contents(queue: BufferedQueue) -> list[bytes]:
-    """All that a queue holds, left in place."""
+    """Return all values of a queue without settling them."""
     found: list[bytes] = []
     at = queue.low
     while (piece := queue.read(at, 1 << 20)) is not None:
@@ -57,7 +57,7 @@ def contents(queue: BufferedQueue) -> list[bytes]:
 
 
 def copied(node: Node, first: int, count: int) -> list[str]:
-    """Stage a range of the main queue by place: all of it, and the odd ones."""
+    """Stage references to a range of the main queue: all events, and the odd ones."""
     offsets = range(first, first + count)
     routes = [1 + 2 * (offset % 2) for offset in offsets]
     places = pa.record_batch([pa.array(offsets, pa.int64()), pa.array(routes)], schema=COPY_SCHEMA)
@@ -67,7 +67,7 @@ def copied(node: Node, first: int, count: int) -> list[str]:
 
 
 def step(node: Node, *, by_place: bool = False) -> bool:
-    """Bring the next range to where it belongs; false at the end of the queue."""
+    """Copy and commit the next range; false at the end of the queue."""
     main = node.queue("main")
     found = main.read(main.low, STEP)
     if found is None:
@@ -83,7 +83,7 @@ def step(node: Node, *, by_place: bool = False) -> bool:
 
 
 def live(data: Path, op: str, nth: int, by_place: bool) -> None:
-    """Run the lane until it is through, or killed at the ``nth`` such operation."""
+    """Run the lane to its end, or until it is killed at the ``nth`` such operation."""
     disk = FaultyDisk()
     node = opened(data, disk)
     disk.kill(op, nth)
@@ -93,7 +93,7 @@ def live(data: Path, op: str, nth: int, by_place: bool) -> None:
 
 
 def start(data: Path, queues: Mapping[str, Mapping[str, Any]], op: str, nth: int) -> None:
-    """Open a node, and be killed at the ``nth`` such operation, or once it is open."""
+    """Open a node; be killed at the ``nth`` such operation, or when the node is open."""
     disk = FaultyDisk()
     disk.kill(op, nth)
     Node(data, queues, disk=disk)
@@ -101,7 +101,7 @@ def start(data: Path, queues: Mapping[str, Mapping[str, Any]], op: str, nth: int
 
 
 def operations(data: Path, *, by_place: bool = False) -> dict[str, int]:
-    """How often each disk operation is used by an undisturbed lane, once the node is open."""
+    """Count the disk operations of an undisturbed lane after the node is open."""
     disk = FaultyDisk()
     with opened(data, disk) as node:
         before = disk.operations.copy()

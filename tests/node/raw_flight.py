@@ -1,4 +1,4 @@
-"""Streams of Flight, message by message, for clients that keep to no rules."""
+"""Flight streams as single messages, for clients that break the rules."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ EXCHANGE = "/arrow.flight.protocol.FlightService/DoExchange"
 
 
 class Message(NamedTuple):
-    """What a stream's message is made of."""
+    """The parts of one message of a stream."""
 
     header: bytes
     body: bytes
 
 
 def messages_of(block: pa.RecordBatch, compression: Any = None) -> list[Message]:
-    """A block as it goes over Flight: schema, dictionaries, and the block itself."""
+    """Return the Flight messages of a block: schema, dictionaries, and the block itself."""
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression=compression)
     with pa.ipc.new_stream(sink, block.schema, options=options) as writer:
@@ -40,7 +40,7 @@ def _field(number: int, content: bytes) -> bytes:
 
 
 def flight_data(command: bytes, messages: list[Message]) -> list[bytes]:
-    """``FlightData`` in Protocol Buffers; the first has the command."""
+    """Return ``FlightData`` in Protocol Buffers; the first message has the command."""
     descriptor = _field(1, b"\x08\x02" + _field(2, command))
     found = [_field(2, each.header) + _field(1000, each.body) for each in messages]
     return [descriptor + found[0], *found[1:]]

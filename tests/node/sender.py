@@ -1,4 +1,4 @@
-"""What a task of an action does, for processes of their own."""
+"""The work of a task of an action, for tests that run it in other processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT = 4
 
 
 def deliver(node: str, server: str) -> None:
-    """Deliver some events; the process ends in an error unless it has delivered all."""
+    """Deliver some events. The process ends with an error unless it has delivered all."""
     settings = DeliverySettings(
         batch_events=1, concurrency=8, max_in_flight=LIMIT, max_time=TIMEOUT
     )

@@ -1,4 +1,4 @@
-"""Which addresses are understood, and which may be listened on?"""
+"""Tests of addresses: parsing, and where a listener may listen."""
 
 from __future__ import annotations
 

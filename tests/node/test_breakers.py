@@ -1,4 +1,4 @@
-"""Do all tasks of all executors see one breaker, and does exactly one of them probe?"""
+"""Tests of breakers: all tasks of all executors share one state, and exactly one task probes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def gate(
 
 
 def opened(served: Served, settings: DeliverySettings) -> RemoteDestinationState:
-    """A gate whose breaker has just opened."""
+    """A destination state whose breaker has just opened."""
     made = gate(served, settings)
     made.request_permit()
     while served.node.breakers.of("alerts").gate.get_status().state is BreakerState.CLOSED:
@@ -67,7 +67,7 @@ def opened(served: Served, settings: DeliverySettings) -> RemoteDestinationState
 
 
 def allowed(made: RemoteDestinationState, wanted: AllowedSends) -> SendPermit:
-    """The permit, once it is what is wanted."""
+    """Wait for a permit with this decision."""
     while (permit := made.request_permit()).allowed is not wanted:
         pass
     return permit
@@ -246,7 +246,7 @@ def test_limit_of_concurrent_sends_holds_across_processes(served: Served) -> Non
         at = Destination(server)
 
         def take_a_while(_: list[bytes]) -> None:
-            server.ended.wait(0.02)  # so that requests overlap
+            server.ended.wait(0.02)  # makes the requests overlap
 
         at.refuse = take_a_while
         start = multiprocessing.get_context("spawn").Process
@@ -286,7 +286,7 @@ def test_tasks_that_left_are_not_counted_as_live(served: Served) -> None:
 
 
 def metrics(served: Served) -> dict[str, float]:
-    """What is said of actions; by name, and what else stands beside the action."""
+    """Return the metrics of actions by name and by their other labels."""
     found = {}
     for metric in collect_action_metrics(served.node.breakers):
         for sample in metric.samples:
@@ -404,7 +404,7 @@ class TestOverHttp:
         with served_over_http(tmp_path) as made:
             asker = BreakerRequest("alerts", "orders", "1", PATIENT)
             made.node.breakers.permit(asker)
-            for _ in range(50):  # those within one backoff count once
+            for _ in range(50):  # failures within one backoff count once
                 made.node.breakers.report(asker, FAILED)
                 made.node.breakers.permit(asker)
                 time.sleep(0.002)

@@ -1,4 +1,4 @@
-"""Does a client's queue keep its promises when its node dies, is away, or refuses?"""
+"""Tests of a client's queue whose node dies, is unreachable, or refuses events."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def _impatient() -> Iterator[None]:
         yield
 
 
-# A node that is killed
+# ── a killed node ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_killed_node_has_each_persisted_event_once(
     tmp_path: Path,
 ) -> None:
-    """Four producers, a node killed with -9 again and again: every event, once, in order."""
+    """Four producers publish while the node is killed repeatedly: every event is in order."""
     data, total, rng = tmp_path / "data", 2000, random.Random(7)
     acked = [0] * 4
 
@@ -87,7 +87,7 @@ def test_killed_node_has_each_persisted_event_once(
 
 
 def test_consumer_continues_after_the_node_was_killed(tmp_path: Path) -> None:
-    """Everything comes at least once, what was done comes no more."""
+    """Every event is delivered at least once; settled events do not return."""
     with victim(tmp_path / "data") as node, connect(node.url) as client:
         queue = client.queue("main")
         queue.producer(ack="persisted").publish_block(block_of([b"%d" % n for n in range(10)]))
@@ -98,7 +98,7 @@ def test_consumer_continues_after_the_node_was_killed(tmp_path: Path) -> None:
         node.kill()
         node.start()
         with pytest.raises(turnlane.TurnlaneError):
-            held.done()  # its lease died with the node
+            held.done()  # its lease ended with the node
         rest: list[bytes | None] = []
         while len(rest) < 6:
             with queue.get(timeout=PATIENCE) as batch:
@@ -107,7 +107,7 @@ def test_consumer_continues_after_the_node_was_killed(tmp_path: Path) -> None:
 
 
 def test_frozen_node_delays_publishers_but_not_close(tmp_path: Path) -> None:
-    """Its connections stand, and nothing comes of them; a close does not hang."""
+    """The connections stay open without any answer."""
     with victim(tmp_path / "data") as node, connect(node.url) as client:
         queue = client.queue("main", batch_size=1000)
         producer = queue.producer(ack="persisted", on_ack=(acks := Acks()))
@@ -127,7 +127,7 @@ def test_frozen_node_delays_publishers_but_not_close(tmp_path: Path) -> None:
 
 
 def test_waiting_publisher_causes_an_early_sync(served: Served) -> None:
-    """As with a queue of one's own, whose writer is told that somebody waits."""
+    """The same holds for a local queue: its writer syncs early for a waiting publisher."""
     queue = served.client().queue("slow")
     waiting = queue.producer(ack="persisted")
     for number in range(3):
@@ -139,7 +139,7 @@ def test_waiting_publisher_causes_an_early_sync(served: Served) -> None:
     assert following.flush(PATIENCE)
 
 
-# A node that is away
+# ── an unreachable node ──────────────────────────────────────────────────────────────────────────
 
 
 def test_client_can_be_created_before_its_node_starts(serve: Serve, unused_port: int) -> None:
@@ -200,7 +200,6 @@ def test_get_without_the_node_waits_for_it(serve: Serve, unused_port: int) -> No
 
 
 def test_client_reconnects_after_the_node_was_stopped(serve: Serve) -> None:
-    """Its clients are told, let go, and come again."""
     before = serve(name="same")
     client = before.client()
     queue = client.queue("disk")
@@ -231,7 +230,6 @@ def test_outage_is_logged_once(unused_port: int, caplog: pytest.LogCaptureFixtur
 
 
 def test_call_to_a_silent_node_times_out(monkeypatch: pytest.MonkeyPatch, silent_port: int) -> None:
-    """Something listens there and says nothing."""
     monkeypatch.setattr(node_client, "OPTIONS", [("grpc.min_reconnect_backoff_ms", 200)])
     with connect(f"turnlane://127.0.0.1:{silent_port}") as client:
         with pytest.raises(TransportDown):
@@ -241,7 +239,7 @@ def test_call_to_a_silent_node_times_out(monkeypatch: pytest.MonkeyPatch, silent
 
 
 class _Mute(flight.FlightServerBase):
-    """Takes calls, and answers when it is told to."""
+    """A server that accepts calls and answers only on request."""
 
     def __init__(self) -> None:
         self.speak = threading.Event()
@@ -261,7 +259,7 @@ def test_stream_to_a_silent_node_times_out(monkeypatch: pytest.MonkeyPatch) -> N
         mute.speak.set()
 
 
-# A node that refuses
+# ── a node that refuses ──────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -269,7 +267,7 @@ def test_stream_to_a_silent_node_times_out(monkeypatch: pytest.MonkeyPatch) -> N
     [("missing", NoSuchQueue), ("typed", SchemaMismatch), ("tiny", EventTooLarge)],
 )
 def test_permanent_refusal_fails_the_queue(serve: Serve, queue: str, error: type[Never]) -> None:
-    """It would refuse it for ever: publishers are told why, and nothing is acked."""
+    """Every attempt would be refused: publishers get the reason, and nothing is acked."""
     served = serve(
         {"typed": {"kind": "memory"}, "tiny": {"kind": "memory", "max_event_bytes": 100}}
     )
@@ -327,7 +325,7 @@ def test_other_server_at_the_address_is_refused(silent_port: int) -> None:
         client.nodes[0].ping(timeout=0.2)
 
 
-# Commits, as a lane makes them
+# ── commits of a lane ────────────────────────────────────────────────────────────────────────────
 
 
 def test_commit_publishes_stages_and_settles_their_range(served: Served) -> None:
@@ -346,7 +344,7 @@ def test_commit_publishes_stages_and_settles_their_range(served: Served) -> None
 
 
 def test_lane_commits_to_a_node_that_it_did_not_read(served: Served) -> None:
-    """Of several nodes one may get what was read from others, its own range long settled."""
+    """A node may get events that were read from others while its own range is settled."""
     client = served.client()
     served.node.queue("disk").producer().publish_block(block_of([b"a"]))
     node = client.nodes[0]
@@ -406,7 +404,7 @@ def test_event_that_the_queue_never_takes_is_refused_before_the_commit(
     served.node.queue("small").check_columns(pa.schema([("n", pa.int64())]))
     stage = served.client().stage("small", block.schema)
     with contextlib.suppress(error):
-        stage.write(block)  # the node may be quick to refuse
+        stage.write(block)  # the node may refuse before the end
     with pytest.raises(error):
         stage.finish()
     assert len(served.node.staging) == 0
@@ -416,7 +414,7 @@ def test_event_that_the_queue_never_takes_is_refused_before_the_commit(
 
 
 def test_node_restart_between_two_streams_is_noticed(serve: Serve) -> None:
-    """It may have lost what the first stream brought: only a new connection sends that again."""
+    """The node may have lost events of the first stream: a new connection sends them again."""
     node = serve({"memory": {"kind": "memory"}})
     client = node.client()
     way = FlightConnection(client.nodes[0], "memory", "p")

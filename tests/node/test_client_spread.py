@@ -1,4 +1,4 @@
-"""Does a client's queue keep its promises when it is spread over several nodes?"""
+"""Tests of a client's queue that is spread over several nodes."""
 
 from __future__ import annotations
 
@@ -227,5 +227,5 @@ def test_keys_are_spread_evenly() -> None:
 
 
 def test_hash_of_a_key_never_changes() -> None:
-    """Or events of a key would be at two nodes after an update of the client."""
+    """Otherwise an update of the client would send events of one key to two nodes."""
     assert [find_node(key, 1000) for key in ("", "a", "user-1", "Straße")] == [0, 215, 999, 267]

@@ -1,4 +1,4 @@
-"""Are wrong addresses and credentials refused with words that help?"""
+"""Tests of client URLs and credentials: wrong ones are refused with helpful errors."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_closed_client_leaves_no_threads_or_connections(served: Served) -> None:
 
 
 def test_end_of_a_with_block_sends_the_remaining_events(served: Served) -> None:
-    """Without this, whoever forgets to flush loses the last batches without a word."""
+    """Without this, a program that forgets to flush would lose its last batches silently."""
     with served.client().queue("disk") as queue:
         producer = queue.producer()
         for number in range(5000):
@@ -148,7 +148,7 @@ def test_with_block_that_raises_does_not_wait_for_the_node(served: Served) -> No
 
 
 def test_commit_of_a_forgotten_lane_is_refused(served: Served) -> None:
-    """A node that was started anew must not say yes to a commit that would settle nothing."""
+    """A restarted node must not accept a commit that would settle nothing."""
     client = served.client()
     with pytest.raises(LaneTaken, match="restart the lane"):
         client.nodes[0].commit(lane="main", run="before the restart")

@@ -1,4 +1,4 @@
-"""Commits that share a queue: is each carried out once, whoever waits, stops or is in the way?"""
+"""Tests of commits that share queues: each is applied once, in spite of waits and stops."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def values(text: bytes, count: int) -> list[bytes]:
 
 
 def steps(node: Node) -> list[str]:
-    """The files of commits, by how they end."""
+    """Return the suffixes of the commit records."""
     return sorted(path.suffix for path in (node.data / "commits").iterdir())
 
 
 def after_the_step(disk: HookedDisk, act: Callable[[], object]) -> None:
-    """Have something happen when the next commit can no longer be taken back."""
+    """Call a function right after the record of the next commit is written."""
     done = threading.Event()
 
     def once(_: object) -> None:
@@ -58,7 +58,7 @@ def await_blocked(queue: BufferedQueue) -> None:
 
 
 def ask(node: Node, commit: Commit, monkeypatch: pytest.MonkeyPatch) -> Task[bool]:
-    """Begin a commit that has to wait for its keys; returns once it is about to."""
+    """Start a commit that has to wait for its locks; return when it is about to wait."""
     asked = threading.Event()
     look_up = node.staging.find_contents
 
@@ -74,7 +74,7 @@ def ask(node: Node, commit: Commit, monkeypatch: pytest.MonkeyPatch) -> Task[boo
 
 
 class TestStopped:
-    """The node is closed while one commit is half carried out and another waits for it."""
+    """The node closes while one commit is partly applied and another waits for it."""
 
     @pytest.mark.parametrize("published", [0, 5], ids=["nothing in", "some in"])
     def test_concurrent_commits_lose_no_event(
@@ -133,7 +133,7 @@ class TestStopped:
             assert node.queue("other").low == 0
 
     def test_commit_that_waits_for_the_disk_ends_when_the_node_closes(self, tmp_path: Path) -> None:
-        """Its thread must not go on in a directory that another process may have by then."""
+        """Its thread must not continue in a directory that another process may own by then."""
         disk = HookedDisk()
         with Node(tmp_path, {"q": KNOBS}, disk=disk) as node:
             disk.fail("write", error=errno.ENOSPC, match=".writer", times=None)
@@ -153,7 +153,7 @@ class TestInTheWay:
     def test_commit_that_waits_for_one_queue_does_not_lock_another(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The lane that empties the full queue writes to the same dead letters."""
+        """The lane that empties the full queue writes to the same dead letter queue."""
         disk = HookedDisk()
         queues = {"main": KNOBS, "other": KNOBS, "dead": KNOBS, "full": {**KNOBS, "size": 10}}
         with Node(tmp_path, queues, disk=disk) as node:
@@ -211,7 +211,7 @@ class TestInTheWay:
 
 
 class TestDropped:
-    """A queue is dropped while a commit into it is under way."""
+    """A queue is dropped during a commit that publishes to it."""
 
     def test_dropped_target_queue_does_not_stop_the_rest_of_the_commit(
         self, tmp_path: Path

@@ -1,4 +1,4 @@
-"""What a start finds of commits: is all of it done in the end, once, and does the node start?"""
+"""Tests of the recovery of commits: the node starts, and every commit is applied once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUEUES: Queues = {"main": KNOBS, "a": KNOBS, "b": KNOBS}
 
 
 def interrupt(data: Path, queues: Queues = QUEUES, *, writer: str | None = "w") -> None:
-    """Leave a commit of which only the step is taken: 20 events to ``a``, 20 to ``b``."""
+    """Leave a commit with only its record written: 20 events for ``a``, 20 for ``b``."""
     disk = FaultyDisk()
     with Node(data, queues, disk=disk) as node:
         fill(node, "main", 20)
@@ -45,7 +45,7 @@ def interrupt(data: Path, queues: Queues = QUEUES, *, writer: str | None = "w") 
 
 
 def await_through(node: Node) -> None:
-    """Wait until a commit is through; its stages go last."""
+    """Wait until a commit is complete: its stages are removed last."""
     wait_until(lambda: not list((node.data / "staging").iterdir()), "the commit")
 
 
@@ -105,11 +105,11 @@ class TestStart:
             assert steps(node) == []
 
     def test_unreadable_record_prevents_the_start(self, tmp_path: Path) -> None:
-        """Other commits would use its numbers."""
+        """Other commits would use its sequence numbers."""
         interrupt(tmp_path)
         (left,) = (tmp_path / "commits").glob("*.commit")
         aside = left.rename(tmp_path / "aside")
-        left.mkdir()  # whoever reads it hears an error
+        left.mkdir()  # every read of it fails
         with pytest.raises(StorageFailed, match="cannot read"):
             Node(tmp_path, QUEUES)
         left.rmdir()
@@ -131,7 +131,7 @@ class TestStart:
 
 
 class TestLater:
-    """A commit that waits for room while the node is up."""
+    """A recovered commit that waits for room while the node runs."""
 
     QUEUES: ClassVar[Queues] = {
         "main": KNOBS,
@@ -152,7 +152,7 @@ class TestLater:
         return stage
 
     def test_stages_of_a_recovering_commit_cannot_be_discarded(self, tmp_path: Path) -> None:
-        """Its client comes back, hears that the stage is gone, and gives it up."""
+        """A returning client gets an unknown stage and gives up."""
         stage = self.leave(tmp_path, [SettleRange("main", 0, 10)])
         with Node(tmp_path, self.QUEUES) as node:
             with pytest.raises(NoSuchStage):
@@ -164,7 +164,7 @@ class TestLater:
             assert node.queue("main").low == 10
 
     def test_recovery_does_not_settle_later_events(self, tmp_path: Path) -> None:
-        """Offsets of a queue in memory are given out again, to other events."""
+        """A memory queue gives the same offsets to other events after a restart."""
         self.leave(tmp_path, [SettleRange("main", 0, 10), SettleRange("mem", 0, 10)])
         for _ in range(2):
             with Node(tmp_path, self.QUEUES) as node:
@@ -181,10 +181,10 @@ class TestLater:
     def test_recovery_does_not_settle_events_with_reused_offsets(
         self, kind: str, tmp_path: Path
     ) -> None:
-        """A power cut takes events that were read before they were synced."""
+        """A power cut loses events that were read before they were synced."""
         self.leave(tmp_path, [SettleRange("main", 0, 10)])
         queues = {**self.QUEUES, "main": {**KNOBS, "kind": kind}}
-        # As if the last five had been lost: the log ends where it ends, the plan goes beyond.
+        # As if the last five events were lost: the plan goes beyond the end of the log.
         (left,) = (tmp_path / "commits").glob("*.commit")
         left.write_bytes(left.read_bytes().replace(b'["main", 0, 10', b'["main", 0, 15'))
         for _ in range(2):
@@ -199,7 +199,7 @@ class TestLater:
 
 
 class TestRepeated:
-    """A commit that is through and whose file could not be removed is carried out again."""
+    """A complete commit whose record could not be removed is applied again."""
 
     def test_recovery_does_not_decrease_an_epoch(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
@@ -242,7 +242,7 @@ class TestRepeated:
             assert not list((tmp_path / "staging").iterdir())
 
     def test_record_that_can_neither_be_synced_nor_removed_is_applied(self, tmp_path: Path) -> None:
-        """The next start would find it, whatever its client does when told that it failed."""
+        """The next start would find the record, also if its client gave up after an error."""
         disk = FaultyDisk()
         with Node(tmp_path, QUEUES, disk=disk) as node:
             fill(node, "main", 5)
@@ -255,7 +255,7 @@ class TestRepeated:
 
 
 class TestFailed:
-    """A part that a start cannot carry out."""
+    """A part that a start cannot apply."""
 
     def test_missing_queue_gets_its_part_when_it_is_configured_again(self, tmp_path: Path) -> None:
         interrupt(tmp_path)
@@ -297,7 +297,7 @@ class TestFailed:
     def test_refused_event_is_published_once_the_queue_accepts_it(
         self, fits: int, tmp_path: Path
     ) -> None:
-        """Others go on meanwhile. What the queue has taken of it does not come again."""
+        """Other commits continue. Events that the queue already has are not published again."""
         leave_too_large(tmp_path, fits)
         for number in range(2):
             with Node(tmp_path, NARROW) as node:
@@ -306,7 +306,7 @@ class TestFailed:
             check_all_there(node, fits, 2)
 
     def test_unsynced_failed_rename_does_not_lose_the_commit(self, tmp_path: Path) -> None:
-        """A power cut brings back the name that it had, and others have numbered on."""
+        """A power cut restores the old name after other commits have used later numbers."""
         leave_too_large(tmp_path, 3)
         disk = FaultyDisk()
         disk.fail("sync_directory", nth=2, match="commits")
@@ -321,14 +321,14 @@ class TestFailed:
     def test_kill_at_every_operation_of_a_start_loses_nothing(
         self, op: str, tmp_path: Path, nursery: ForkServerContext
     ) -> None:
-        """One life each: of the start that finds it too large, and of the one that does not."""
+        """Kills the start that finds the event too large, and the start that accepts it."""
         data, at = tmp_path / "data", tmp_path / "at"
         leave_too_large(data, 3)
         for number, queues in enumerate((NARROW, QUEUES)):
             disk = FaultyDisk()
             shutil.copytree(data, at)
             with Node(at, queues, disk=disk):
-                total = disk.operations[op]  # of the start alone
+                total = disk.operations[op]  # of the start only
             shutil.rmtree(at)
             for nth in range(1, total + 1):
                 shutil.copytree(data, at)
@@ -356,7 +356,7 @@ def short(count: int) -> list[bytes]:
 
 
 def leave_too_large(data: Path, fits: int) -> None:
-    """Leave a commit: into ``b`` some short events, a long one and two short ones."""
+    """Leave a commit for ``b`` with some short events, one long event and two short ones."""
     disk = FaultyDisk()
     with Node(data, QUEUES, disk=disk) as node:
         fill(node, "main", 20)
@@ -374,7 +374,7 @@ def leave_too_large(data: Path, fits: int) -> None:
 
 
 def check_kept(node: Node, number: int) -> None:
-    """All else is done, and other commits go on."""
+    """Check that the rest is applied and that other commits continue."""
     assert contents(node.queue("a")) == [b"a0"]
     assert node.queue("main").low == 20
     assert steps(node) == [".failed"]
@@ -382,7 +382,7 @@ def check_kept(node: Node, number: int) -> None:
 
 
 def check_all_there(node: Node, fits: int, others: int) -> None:
-    """What came in meanwhile is before what was too large."""
+    """Check that the events of other commits come before the event that was too large."""
     between = [value for number in range(others) for value in values(b"%d." % number, 5)]
     assert contents(node.queue("b")) == [*short(fits), *between, LONG, *values(b"t", 2)]
     assert contents(node.queue("a")) == [b"a0"]
@@ -401,7 +401,7 @@ class TestWriters:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(commit_record, "MAX_WRITERS", 3)
-        for life in range(2):  # one that was not there before counts what it finds
+        for life in range(2):  # a queue without an earlier count counts its events
             with Node(tmp_path, QUEUES) as node:
                 for number in range(life * 3, life * 3 + 3):
                     stage = staged(node, "a", some(b"a", 1))

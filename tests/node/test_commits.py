@@ -1,4 +1,4 @@
-"""Is a commit all or nothing, whatever happens to the process, the disk or the answer?"""
+"""Tests of commits: all or nothing, also if the process, the disk or the answer fails."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def node(tmp_path: Path) -> Node:
 
 
 class TestKilled:
-    """kill -9 at every disk operation that committing uses, one life each."""
+    """A process is killed at every disk operation of a commit."""
 
     @pytest.mark.parametrize("by_place", [False, True], ids=["events", "places"])
     @pytest.mark.parametrize("op", ["open", "write", "sync", "sync_directory", "rename", "unlink"])
@@ -72,7 +72,7 @@ class TestKilled:
                 check_outcome(node)
 
     def test_crash_after_the_record_is_recovered_by_the_start(self, tmp_path: Path) -> None:
-        """The commit file is there and nothing else: the next start does the rest."""
+        """Only the record is written: the next start applies the commit."""
         disk = FaultyDisk()
         with opened(tmp_path, disk) as node:
             disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
@@ -157,7 +157,7 @@ class TestRepeats:
             assert node.queue("all").end == 5
 
     def test_repeat_does_not_affect_other_stages(self, node: Node) -> None:
-        """Two stages for one queue in one commit, then another commit: numbers never overlap."""
+        """Two stages for one queue in one commit, then another commit: no number is used twice."""
         with node:
             stages = [staged(node, "all", some(5)), staged(node, "all", some(3))]
             node.commits.commit(Commit(stages, [SettleRange("main", 0, 5)]))
@@ -166,7 +166,7 @@ class TestRepeats:
 
 
 class TestRefused:
-    """Refused means that nothing happened."""
+    """A refused commit changes nothing."""
 
     def check_untouched(self, node: Node) -> None:
         assert node.queue("main").low == 0
@@ -267,13 +267,13 @@ class TestRefused:
 
 
 class TestAfterTheStep:
-    """Once the step is taken there is no way back, whatever the disk does."""
+    """A commit whose record is written is applied, even if the disk fails."""
 
     def test_full_disk_delays_the_commit(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
         with opened(tmp_path, disk) as node:
             stage = staged(node, "all", some(5))
-            # Chunks and journals, not the commit itself.
+            # Segments and journals, but not the record.
             disk.fail("write", error=errno.ENOSPC, match=".chunk", times=3)
             disk.fail("sync", error=errno.EIO, match="journal", times=2)
             assert node.commits.commit(Commit([stage], [SettleRange("main", 0, 5)]))
@@ -291,7 +291,7 @@ class TestAfterTheStep:
             assert contents(node.queue("all")) == NUMBERS[:5]
 
     def test_stages_of_a_running_commit_cannot_be_aborted_or_expire(self, tmp_path: Path) -> None:
-        """A client whose call took too long gives up, while the node sees it through."""
+        """A client gives up after a timeout while the node completes its commit."""
         disk = FaultyDisk()
         with opened(tmp_path, disk) as node:
             stages = [staged(node, "all", some(5)), staged(node, "odd", some(3))]
@@ -308,7 +308,7 @@ class TestAfterTheStep:
             assert not list((tmp_path / "staging").iterdir())
 
     def test_full_queue_does_not_prevent_the_start(self, tmp_path: Path) -> None:
-        """Who makes room can only come once it has; until then later commits wait."""
+        """Consumers can make room only after the start; until then later commits wait."""
         queues = {"main": {}, "small": {"size": 4, "durability": "always"}}
         with Node(tmp_path, queues) as node:
             node.queue("main").producer().publish_block(some(10))
@@ -332,7 +332,7 @@ class TestAfterTheStep:
             assert not list((tmp_path / "commits").iterdir())
 
     def test_commits_of_different_full_queues_recover_independently(self, tmp_path: Path) -> None:
-        """One may be about to make the room that the other needs."""
+        """One commit may make the room that the other needs."""
         knobs = {"size": 4, "durability": "always"}
         queues = {"main": {}, "first": knobs, "second": knobs}
         with Node(tmp_path, queues) as node:
@@ -364,11 +364,11 @@ class TestAfterTheStep:
 
 
 def test_lanes_of_different_queues_commit_in_parallel(tmp_path: Path) -> None:
-    """A commit that waits for room in a queue must not keep that queue's lane from making it."""
+    """A commit that waits for room in a queue must not block the lane that empties the queue."""
     queues = {"main": {}, "b": {"kind": "memory", "size": 4}, "dead": {}}
     with Node(tmp_path, queues) as node:
         node.queue("main").producer().publish_block(some(10))
-        # Into an empty queue anything goes: ten events into room for four, bit by bit.
+        # An empty queue takes any commit: ten events enter room for four in steps.
         commit = Commit([staged(node, "b", some(10))], [SettleRange("main", 0, 10)])
         thread = threading.Thread(target=node.commits.commit, args=(commit,))
         thread.start()

@@ -1,4 +1,4 @@
-"""Copying within a node: what is refused, and what is left if it does not come to an end."""
+"""Tests of copies within a node: refused requests, and the cleanup of incomplete copies."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ def test_unknown_queue_is_named(served: Served, source: str, target: str) -> Non
 
 
 def test_unreadable_event_is_not_skipped(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit would settle it."""
     served.node.queue("memory").producer().publish_block(block_of(numbers(0, 10)))
     monkeypatch.setattr(places_module, "read_range", lambda *_: iter(()))
     with (

@@ -1,4 +1,4 @@
-"""Are dead letters shown, sent again and thrown away as they are chosen, and never lost?"""
+"""Tests of ``turnlane dlq``: dead letters are shown, sent again and purged, and never lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOON = datetime(2026, 11, 16, 12, tzinfo=UTC)
 
 
 def letters(numbers: range, reason: str = "Never", hour: int = 0, action: str = "alerts") -> Block:
-    """Dead letters as a lane stages them."""
+    """Return dead letters as a lane stages them."""
     keys = [f"key-{number % 3}" for number in numbers]
     rows = block_of([b"event %d" % number for number in numbers], keys=keys)
     letter = DeadLetter(rows, np.arange(len(numbers)), reason, f"refused: {reason}", 1)
@@ -52,7 +52,7 @@ def bury(served: Served, block: Block, queue: str = "alerts.dead") -> None:
 
 @pytest.fixture
 def dead(serve: Serve) -> Served:
-    """A node with thirty dead letters of one action, of three reasons and hours."""
+    """A node with thirty dead letters of one action, with three reasons and three times."""
     served = serve(QUEUES)
     for hour, reason in enumerate(("Never", "PayloadTooLarge", "ValueError")):
         bury(served, letters(range(hour * 10, hour * 10 + 10), reason, hour))
@@ -119,7 +119,7 @@ def test_show_prints_the_reason_and_the_event(dead: Served) -> None:
 
 
 def test_show_prints_any_content_of_an_event(serve: Serve) -> None:
-    """Bytes that are no text, times that Python has no word for, signs that move a cursor."""
+    """Binary values, times that Python cannot represent, and control characters."""
     served = serve(QUEUES)
     block = letters(range(2))
     times = pa.array([2**60, 0], block.schema.field("timestamp").type)
@@ -183,7 +183,7 @@ class TestReplay:
 
     @pytest.mark.parametrize("limit", [15, 30])
     def test_two_concurrent_resends_send_an_event_once(self, dead: Served, limit: int) -> None:
-        """The other one finds that somebody was faster, and changes nothing."""
+        """The slower command finds the events settled and changes nothing."""
         node = dead.client().nodes[0]
 
         def another_one() -> None:
@@ -246,7 +246,7 @@ class TestReplay:
 
 
 def _after(do: Callable[[], None], pieces: Iterator[SelectedLetters]) -> Iterator[SelectedLetters]:
-    """Pieces, with something done between choosing and using them."""
+    """Yield the pieces; call a function between selection and use."""
     for piece in pieces:
         do()
         yield piece
@@ -296,7 +296,7 @@ class TestPurge:
 
 
 def test_letters_with_different_columns_are_shown_together(serve: Serve) -> None:
-    """As after a change of parsing: what a letter lacks is null."""
+    """For example after a change of parsing: missing columns are null."""
     served = serve(QUEUES)
     bury(served, letters(range(2)))
     more = letters(range(2, 4))
@@ -308,7 +308,7 @@ def test_letters_with_different_columns_are_shown_together(serve: Serve) -> None
 def test_large_letters_are_read_in_small_batches(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten thousand of them need not fit into anybody's memory."""
+    """Ten thousand large letters do not have to fit into memory."""
     monkeypatch.setattr(dead_letters, "STEP_BYTES", 1)
     served = serve({**QUEUES, "alerts.dead": {"memory_bytes": 1, "durability": "always"}})
     for first in (0, 10, 20):

@@ -1,4 +1,4 @@
-"""A dropped queue: does anything bring back what was in it?"""
+"""Tests of dropped queues: their events never come back."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_dropped_queue_whose_directory_cannot_be_deleted_does_not_come_back(
 def test_dropped_queue_that_was_not_renamed_does_not_come_back(
     queues: dict[str, dict[str, object]], tmp_path: Path
 ) -> None:
-    """The node ended, or its disk failed, between the two steps of a drop."""
+    """The node ended, or its disk failed, between the two steps of the drop."""
     disk = FaultyDisk()
     with Node(tmp_path, disk=disk) as node:
         fill(node)

@@ -1,4 +1,4 @@
-"""Events that are staged by their places: are they copied whatever happens, and each once?"""
+"""Tests of events that are staged by reference: each is copied exactly once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WHOLE = [SettleRange("main", 0, EVENTS)]
 
 
 def interrupt(data: Path, more: Sequence[bytes] = ()) -> None:
-    """Leave a commit of which only the step is taken; ``more`` is for ``all``, and staged."""
+    """Leave a commit with only its record written; ``more`` is staged for ``all``."""
     disk = FaultyDisk()
     with opened(data, disk) as node:
         stages = copied(node, 0, EVENTS)
@@ -72,7 +72,7 @@ def check_all(node: Node) -> None:
 
 
 def test_copy_of_few_events_releases_the_source_block() -> None:
-    """Nor if a column of theirs has nulls only."""
+    """This includes columns that have only nulls."""
     before = pa.total_allocated_bytes()
     block = _received(1000)
     chosen = event_refs._select_rows(block.slice(100, 800), np.array([7, 9]))
@@ -84,7 +84,7 @@ def test_copy_of_few_events_releases_the_source_block() -> None:
 
 
 def _received(rows: int) -> Block:
-    """A block in one piece of memory, as it is in a frame."""
+    """Return a block in one piece of memory, as in a frame."""
     columns: list[Any] = [
         pa.array([bytes(1000)] * rows),
         pa.nulls(rows, pa.string()),
@@ -111,7 +111,7 @@ def test_start_copies_committed_references(tmp_path: Path) -> None:
 
 
 class TestNotOpen:
-    """A queue of the commit is not there when it is carried out."""
+    """A queue of the commit is not open when the commit is applied."""
 
     def test_referenced_events_are_restaged_before_they_are_settled(self, tmp_path: Path) -> None:
         interrupt(tmp_path)
@@ -143,7 +143,7 @@ def test_refused_part_is_kept_and_the_rest_is_published(tmp_path: Path) -> None:
 
 
 def test_recreated_source_queue_is_refused(tmp_path: Path) -> None:
-    """What was staged went with the queue that was dropped."""
+    """The references belong to the dropped queue."""
     queues: Queues = {name: QUEUES[name] for name in ("odd", "all")}
     with Node(tmp_path, queues) as node:
         node.create("main", **QUEUES["main"])
@@ -161,7 +161,7 @@ def test_recreated_source_queue_is_refused(tmp_path: Path) -> None:
 def test_start_does_not_copy_from_a_recreated_source_queue(tmp_path: Path) -> None:
     interrupt(tmp_path)
     shutil.rmtree(tmp_path / "queues" / "main")
-    with opened(tmp_path) as node:  # which fills a new one
+    with opened(tmp_path) as node:  # fills a new frame
         assert contents(node.queue("all")) == []
         assert contents(node.queue("main")) == ALL
         assert steps(node) == []
@@ -181,7 +181,7 @@ def test_settled_events_are_skipped_and_numbers_continue(tmp_path: Path) -> None
 def test_restaged_events_after_a_gap_keep_their_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else, as some of them may be in the queue already, others would seem to be."""
+    """Otherwise events that are not in the queue yet would look like repeats."""
 
     def with_gap(queue: BufferedQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
         yield from read_range(queue, first, 10)
@@ -215,7 +215,7 @@ def test_unreadable_reference_stage_settles_nothing(tmp_path: Path) -> None:
 def test_unreadable_event_delays_the_commit(
     gap: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commit would settle it, and those behind it have higher numbers."""
+    """The commit would settle the event, and the events after it have higher numbers."""
     tries: list[int] = []
 
     def later(queue: BufferedQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
@@ -237,7 +237,7 @@ def test_unreadable_event_delays_the_commit(
 def test_temporary_read_errors_lose_no_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A queue gives up what it could not read a few times: not in a fraction of a second."""
+    """A queue gives up an event after a few failed reads, so the commit waits between attempts."""
     pauses: list[float | None] = []
 
     class Closing(threading.Event):
@@ -246,7 +246,7 @@ def test_temporary_read_errors_lose_no_event(
             return self.is_set()
 
     with opened(tmp_path):
-        pass  # so that the events are on the disk only
+        pass  # the events are then only on disk
     disk = FaultyDisk()
     with opened(tmp_path, disk) as node:
         stages = copied(node, 0, EVENTS)
@@ -263,7 +263,7 @@ NARROW: Queues = {**QUEUES, "odd": {**QUEUES["odd"], "max_event_bytes": 1}}
 
 @pytest.mark.parametrize("queues", [WITHOUT_ODD, NARROW], ids=["not open", "refusing"])
 class TestKept:
-    """Events that their queue does not take, while the others do."""
+    """One queue refuses its events; the others accept theirs."""
 
     @pytest.mark.parametrize("op", ["open", "write", "sync", "sync_directory", "rename", "unlink"])
     def test_kill_during_a_copy_loses_no_event(
@@ -274,7 +274,7 @@ class TestKept:
         shutil.copytree(data, at)
         disk = FaultyDisk()
         with Node(at, queues, disk=disk):
-            total = disk.operations[op]  # of the start alone
+            total = disk.operations[op]  # of the start only
         for nth in range(1, total + 1):
             shutil.rmtree(at)
             shutil.copytree(data, at)
@@ -302,7 +302,7 @@ class TestKept:
 
 
 def test_part_that_waits_for_its_source_keeps_its_order(tmp_path: Path) -> None:
-    """It has the lower numbers."""
+    """The waiting part has the lower numbers."""
     more = [b"more %d" % number for number in range(50)]
     interrupt(tmp_path, more)
     for _ in range(2):
@@ -320,7 +320,7 @@ def test_source_dropped_during_the_commit_drops_its_events(
     queues: Queues = {"all": small, "odd": QUEUES["odd"]}
     with Node(tmp_path, queues) as node:
         producer = node.create("main", **QUEUES["main"]).producer(ack="persisted")
-        for at in range(0, EVENTS, 10):  # each in a frame of its own
+        for at in range(0, EVENTS, 10):  # each in its own frame
             producer.publish_block(block_of(ALL[at : at + 10]))
     with Node(tmp_path, queues) as node:
         stages = copied(node, 0, EVENTS)
@@ -415,7 +415,7 @@ def test_group_has_at_most_max_group_parts() -> None:
 
 
 def test_group_has_each_target_queue_once() -> None:
-    """What has the higher numbers would come first, and the rest seem a repeat."""
+    """Otherwise higher numbers would be published first, and lower ones look like repeats."""
     copies = [CommitPart(stage, queue, 0, None, "main", 9) for stage in "st" for queue in "ab"]
     plain = CommitPart("u", "a", 0)
     assert group_parts([*copies, plain, plain]) == [copies[:2], copies[2:], [plain], [plain]]

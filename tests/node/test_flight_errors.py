@@ -1,4 +1,4 @@
-"""Malformed, wrong, huge: does the node say what is wrong, and does nobody else notice?"""
+"""Tests of malformed, wrong and huge Flight requests: precise errors, and no effect on others."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ COMMANDS = st.binary(max_size=60) | st.dictionaries(
 
 @pytest.fixture
 def well(served: Served) -> Iterator[Served]:
-    """A node that has to be well when the test is over."""
+    """A node that must work when the test ends."""
     yield served
     stream = served.stream("disk", "in the end")
     stream.greet()
@@ -57,7 +57,7 @@ def well(served: Served) -> Iterator[Served]:
 
 
 def _refused(call: Callable[[], object]) -> str:
-    """What a node says to a call that it refuses, which is never that it has failed itself."""
+    """Return the error of a refused call, which must not be an internal error of the node."""
     with pytest.raises(REFUSALS) as refusal:
         call()
     text = str(refusal.value)
@@ -68,7 +68,7 @@ def _refused(call: Callable[[], object]) -> str:
 
 
 def _survived(call: Callable[[], object]) -> None:
-    """Whether it is refused or not, the node has not failed."""
+    """Allow any refusal except an internal error of the node."""
     said = "turnlane:"
     try:
         call()
@@ -84,11 +84,11 @@ def _put(served: Served, command: bytes, *blocks: pa.RecordBatch, metadata: byte
         for block in blocks:
             stream.writer.write_with_metadata(block, pa.py_buffer(metadata))
     except REFUSALS:
-        pass  # the node was quicker; the end says why
+        pass  # the node was faster; the end of the stream has the reason
     stream.finish()
 
 
-# Commands that are not
+# ── invalid commands ─────────────────────────────────────────────────────────────────────────────
 
 
 @together
@@ -187,7 +187,7 @@ def test_abort_of_an_unknown_stage_succeeds(well: Served) -> None:
     assert well.act("abort", stages=["gone", "../../x"]) == {}
 
 
-# Blocks that are not fit
+# ── invalid blocks ───────────────────────────────────────────────────────────────────────────────
 
 
 def test_wrong_column_is_refused_and_named(well: Served) -> None:
@@ -218,12 +218,12 @@ def test_stage_with_a_wrong_column_is_refused_at_once(well: Served) -> None:
 
 
 def _forged(kind: pa.DataType, offsets: list[int], data: bytes) -> pa.RecordBatch:
-    """A column whose inner offsets or bytes are not what they should be."""
+    """Return a column with invalid offsets or bytes."""
     honest = np.minimum(np.arange(len(offsets), dtype=np.int32), len(data))
     honest[-1] = len(data)
     buffers = [None, pa.py_buffer(honest.data), pa.py_buffer(data)]
     column = pa.Array.from_buffers(kind, len(offsets) - 1, buffers)
-    honest[:] = offsets  # behind Arrow's back, which would not have taken it
+    honest[:] = offsets  # Arrow itself would refuse it
     return pa.record_batch([column], names=["value" if kind == pa.binary() else "key"])
 
 
@@ -239,7 +239,7 @@ def _forged(kind: pa.DataType, offsets: list[int], data: bytes) -> pa.RecordBatc
     ids=["beyond", "backwards", "negative", "not-utf8"],
 )
 def test_forged_block_is_refused(well: Served, command: bytes, block: pa.RecordBatch) -> None:
-    """It would have its readers look at memory that is not theirs, or fall over."""
+    """Readers would access foreign memory, or crash."""
 
     def put() -> None:
         descriptor = flight.FlightDescriptor.for_command(command)
@@ -315,7 +315,7 @@ METHODS = ["DoPut", "DoExchange", "DoGet", "DoAction", "GetFlightInfo", "ListFli
 def test_messages_that_are_not_flight_do_no_harm(
     well: Served, method: str, messages: list[bytes]
 ) -> None:
-    """Bytes instead of Flight's own messages, over real gRPC."""
+    """Sends arbitrary bytes instead of Flight messages over real gRPC."""
     grpc = pytest.importorskip("grpc")
     with grpc.insecure_channel(str(well.plane.address)) as channel:
         call = channel.stream_stream(f"/arrow.flight.protocol.FlightService/{method}")
@@ -324,7 +324,7 @@ def test_messages_that_are_not_flight_do_no_harm(
                 assert isinstance(answer, bytes)
 
 
-# The errors themselves
+# ── errors ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_error_has_its_class_in_message_and_details() -> None:

@@ -1,6 +1,6 @@
-"""Can the bytes of a Flight stream, whatever they are, hurt the node or another client?
+"""Tests of damaged Flight streams: they harm neither the node nor other clients.
 
-Valid streams, plain, compressed and with dictionaries, are damaged on their way.
+Valid streams, plain, compressed and with dictionaries, are damaged before they are sent.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from turnlane.serving.auth import Authority
 COMMANDS = (b'{"publish": "logs"}', b'{"stage": "logs"}')
 DOCUMENTED = {
     grpc.StatusCode.OK,
-    grpc.StatusCode.UNKNOWN,  # whatever will fail again
+    grpc.StatusCode.UNKNOWN,  # errors that a repetition would raise again
     grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.INVALID_ARGUMENT,  # Arrow's own words for what it cannot read
+    grpc.StatusCode.INVALID_ARGUMENT,  # Arrow's errors for unreadable data
     grpc.StatusCode.UNIMPLEMENTED,
 }
 
 
 class Damage(NamedTuple):
-    """Where in a stream, and what becomes of it."""
+    """A change of the bytes at one place of a stream."""
 
     message: int
     in_body: bool
@@ -86,14 +86,14 @@ damages = st.lists(
 
 
 class Sender:
-    """A client of a node that sends what it likes."""
+    """A client that sends arbitrary messages to a node."""
 
     def __init__(self, node: Node, channel: grpc.Channel) -> None:
         self.node = node
         self._put: Any = channel.stream_stream(PUT)
 
     def send(self, messages: list[bytes]) -> grpc.StatusCode:
-        """Send a stream's messages; how it ended."""
+        """Send the messages of a stream; return how the stream ended."""
         call = self._put(iter(messages), timeout=PATIENCE)
         try:
             for _ in call:
@@ -127,7 +127,7 @@ def test_undamaged_stream_is_accepted(sender: Sender, form: str) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(sorted(STREAMS)), st.sampled_from(COMMANDS), damages)
-# An offset that points elsewhere: to ask for the block's size by it would end the process.
+# An invalid offset: computing the size of the block with it would crash the process.
 @example("plain", COMMANDS[0], [Damage(1, True, 1283, b"\x0e", False)])
 def test_damaged_stream_does_not_harm_the_node(
     sender: Sender,
@@ -153,7 +153,7 @@ def test_random_flight_data_does_no_harm(sender: Sender, messages: list[bytes]) 
 
 
 def _check_readable(node: Node) -> None:
-    """Whatever was taken can be read, and goes."""
+    """Check that all accepted events can be read and settled."""
     logs = node.queue("logs")
     while (read := logs.read(logs.low, 1000)) is not None:
         first, block = read

@@ -1,4 +1,4 @@
-"""What do silent, idle, numerous and oversized clients cost others over Flight?"""
+"""Tests of the limits of the Flight plane: silent, idle, numerous and oversized clients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 def silent_streams(
     served: Served, count: int, method: str = PUT, metadata: Any = ()
 ) -> Iterator[list[Any]]:
-    """Streams that have begun, and on which nothing ever comes."""
+    """Open streams on which nothing is ever sent."""
     over = threading.Event()
 
     def nothing() -> Iterator[bytes]:
@@ -50,7 +50,7 @@ def silent_streams(
 
 @pytest.mark.parametrize("method", [PUT, EXCHANGE])
 def test_silent_stream_without_a_token_is_refused_at_once(serve: Serve, method: str) -> None:
-    """Arrow would wait for their first message, on a thread for each of them."""
+    """Arrow would wait for the first message of each stream on a thread."""
     served = serve(QUEUES, authority=Authority([TOKEN]))
     with silent_streams(served, 10, method) as streams:
         assert {each.code() for each in streams} == {grpc.StatusCode.UNAUTHENTICATED}
@@ -87,7 +87,7 @@ def test_client_that_leaves_before_the_answer_is_not_logged_as_an_error(
     def tell_too_late(writer: flight.FlightMetadataWriter, data: bytes) -> None:
         assert is_open.wait(PATIENCE)
         stream.cancel()
-        # gRPC takes some words before it knows that nobody hears them.
+        # gRPC accepts some messages before it knows that the peer is gone.
         while True:
             tell(writer, data)
 
@@ -109,7 +109,7 @@ def test_client_that_leaves_before_the_answer_is_not_logged_as_an_error(
 
 
 def hasty() -> FlightLimits:
-    """Limits with a shorter idle time than a configuration may have."""
+    """Return limits with a shorter idle timeout than a configuration allows."""
     return FlightLimits().model_copy(update={"idle_timeout": 0.2})
 
 
@@ -150,7 +150,7 @@ def test_newest_connections_beyond_the_limit_are_closed(serve: Serve) -> None:
     served = serve(QUEUES, limits=FlightLimits(max_connections=1))
     first = served.client().nodes[0]
     first.ping()
-    # The watch is to have seen it: of two that come at a time either may be the newer.
+    # Wait until the watch has seen it: of two simultaneous connections either may be the newer.
     watch = served.plane._watch
     wait_until(lambda: watch is not None and len(watch._known) == 1)
     address = served.plane.address
@@ -164,12 +164,12 @@ def test_newest_connections_beyond_the_limit_are_closed(serve: Serve) -> None:
 
 
 def bomb(size: int) -> pa.RecordBatch:
-    """A block that is small on its way."""
+    """Return a block that is small while compressed."""
     return block_of([bytes(size)])
 
 
 def send(served: Served, block: pa.RecordBatch) -> None:
-    """Publish a block, as any client of Flight can."""
+    """Publish a block as a generic Flight client."""
     options = flight.FlightCallOptions(
         timeout=PATIENCE, write_options=pa.ipc.IpcWriteOptions(compression="zstd")
     )
@@ -192,7 +192,7 @@ def test_block_that_unpacks_too_large_ends_only_its_stream(serve: Serve) -> None
 
 
 def test_events_without_content_count_against_the_limit(serve: Serve) -> None:
-    """They would once the columns are there that their client left out."""
+    """The node fills in the columns that the client left out, which takes memory."""
     served = serve(QUEUES, limits=FlightLimits(max_block_bytes=1 << 20))
     nothing = pa.record_batch([pa.nulls(10_000_000)], names=["nothing"])
     with pytest.raises(flight.FlightServerError, match="turnlane:EventTooLarge"):

@@ -1,4 +1,4 @@
-"""What does a publishing client hear, when, and is it true?"""
+"""Tests of publishing over Flight: the reports to the client, their time, and their truth."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_progress_follows_events_from_accepted_to_delivered(served: Served) -> N
 
 
 def test_event_is_not_reported_persisted_before_the_sync(served: Served) -> None:
-    first = served.stream("slow", ack="persisted")  # after this sync, the next is in an hour
+    first = served.stream("slow", ack="persisted")  # the next sync is in an hour
     first.write(b"a")
     first.finish()
     stream = served.stream("slow", ack="accepted")
@@ -77,7 +77,7 @@ def test_wait_for_persisted_causes_an_early_sync(served: Served) -> None:
 
 
 def test_many_unsynced_bytes_cause_an_early_sync(served: Served) -> None:
-    """A client keeps what is not persisted, and cannot keep everything for an hour."""
+    """A client keeps unpersisted events in memory, so a sync cannot wait for an hour."""
     stream = served.stream("slow", "p", ack="accepted")
     stream.greet()
     stream.write(bytes(publish.SYNC_REQUEST_BYTES), sequence=0)
@@ -130,7 +130,6 @@ def test_unnamed_stream_counts_from_zero(served: Served) -> None:
 
 
 def test_events_of_a_finished_stream_are_persisted(served: Served) -> None:
-    """A client that only writes and closes may rely on it."""
     stream = served.stream("disk")
     stream.write(b"a")
     stream.writer.close()
@@ -151,7 +150,7 @@ def test_repeated_events_are_dropped_and_acked(served: Served) -> None:
 
 
 def test_late_lower_sequence_is_accepted(serve: Serve) -> None:
-    """On the same stream, on another one, and after a restart: once each."""
+    """On the same stream, on another stream, and after a restart: each event once."""
     served = serve(name="same")
     first = served.stream("disk", "p")
     first.greet()
@@ -176,7 +175,7 @@ def test_late_lower_sequence_is_accepted(serve: Serve) -> None:
 
 
 def test_late_sequence_reaches_its_level_before_the_stream_ends(served: Served) -> None:
-    """The reports are ahead of it, the end of the stream is not."""
+    """The reports are already beyond it; the end of the stream waits for it."""
     stream = served.stream("memory", "p", ack="delivered")
     stream.greet()
     stream.write(b"20", sequence=20)
@@ -192,7 +191,7 @@ def test_late_sequence_reaches_its_level_before_the_stream_ends(served: Served) 
 
 
 def test_client_may_skip_any_number_of_sequences(served: Served) -> None:
-    """One that drops events itself has as many gaps as drops."""
+    """A client that drops events itself has a gap for each drop."""
     stream = served.stream("disk", "p")
     stream.greet()
     for number in range(0, 6 * MAX_RUNS, 2):
@@ -227,7 +226,7 @@ def test_restarted_node_reports_the_known_sequence(serve: Serve) -> None:
 
 
 def test_other_producers_do_not_cause_early_acks(served: Served) -> None:
-    """Many producers, one queue, consumed bit by bit: nobody hears more than is true."""
+    """Many producers share one queue that is consumed slowly: no report is too early."""
     streams = [served.stream("memory", name, ack="delivered") for name in "abc"]
     for number in range(5):
         for stream in streams:
@@ -249,7 +248,7 @@ def test_other_producers_do_not_cause_early_acks(served: Served) -> None:
 
 
 def test_full_queue_delays_only_its_own_stream(served: Served) -> None:
-    """Reports go on while reading is held up, and other queues do not notice."""
+    """Reports continue while the stream waits, and other queues are not affected."""
     stream = served.stream("memory", "p")
     stream.greet()
 
@@ -273,7 +272,7 @@ def test_full_queue_delays_only_its_own_stream(served: Served) -> None:
 
 
 def test_events_dropped_during_a_wait_are_counted_once(serve: Serve) -> None:
-    """Standing in line is one attempt, however long it takes."""
+    """A wait for room is one attempt, however long it takes."""
     knobs = {"kind": "memory", "size": 10, "discard_mark": 5, "discard_severity": 6}
     served = serve({"shedding": knobs})
     stream = served.stream("shedding", "p")
@@ -290,7 +289,7 @@ def test_events_dropped_during_a_wait_are_counted_once(serve: Serve) -> None:
 
 
 def test_new_stream_of_a_producer_ends_the_old_stream(served: Served) -> None:
-    """What the old one still carries is not taken: its numbers belong to the new one."""
+    """The remaining events of the old stream are refused: the new stream has their numbers."""
     old = served.stream("memory", "p")
     old.greet()
     old.write(*[b"old"] * 100, sequence=0)
@@ -309,7 +308,7 @@ def test_new_stream_of_a_producer_ends_the_old_stream(served: Served) -> None:
 
 
 def test_competing_streams_publish_every_event_once(served: Served) -> None:
-    """Clients that believe the others dead all send the same: it is there once, in order."""
+    """Clients that believe each other dead send the same events: each is stored once, in order."""
     everything = [b"%d" % number for number in range(40)]
 
     def send() -> None:
@@ -320,7 +319,7 @@ def test_competing_streams_publish_every_event_once(served: Served) -> None:
                 stream.write(everything[number], sequence=number)
             stream.finish()
         except flight.FlightError:
-            return  # superseded
+            return  # a newer stream took over
 
     tasks = [Task(send) for _ in range(6)]
     for task in tasks:
@@ -358,7 +357,7 @@ def test_extra_columns_are_kept(served: Served) -> None:
 
 
 def test_stop_ends_idle_and_waiting_streams(serve: Serve) -> None:
-    """Flight itself would wait for their clients for ever."""
+    """Flight itself would wait for their clients without end."""
     served = serve()
     idle = served.stream("disk", "idle")
     idle.greet()
@@ -371,7 +370,7 @@ def test_stop_ends_idle_and_waiting_streams(serve: Serve) -> None:
     started = time.monotonic()
     served.plane.stop(timeout=10.0)
     assert time.monotonic() - started < 5
-    assert idle.news() is not None  # positions, or that it has ended
+    assert idle.news() is not None  # progress, or the end
     assert [thread for thread in threading.enumerate() if thread.name == "turnlane-reporter"] == []
 
 
@@ -391,7 +390,7 @@ sys.stdin.readline()
 
 
 def test_program_that_ends_without_stop_does_not_hang(tmp_path: Path) -> None:
-    """A client is connected, and has nothing to say."""
+    """A client is connected and idle."""
     command = [sys.executable, "-c", LEAVING, str(tmp_path)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -421,18 +420,20 @@ def test_stop_ends_waiting_calls(serve: Serve) -> None:
 
 
 def test_shutdown_of_connections_leaves_no_open_files(served: Served) -> None:
-    """A stop does it again and again, and most of what is open is no connection."""
+    """A stop does this repeatedly, and most open files are not connections."""
     client = served.client()
     client.queue("disk").producer(ack="persisted").publish(b"x")
     shut_down_connections(0)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         assert shut_down_connections(0) == 0
-    assert len(os.listdir("/proc/self/fd")) <= before + 2  # others may open some, not all twice
+    assert (
+        len(os.listdir("/proc/self/fd")) <= before + 2
+    )  # other threads may open a few files, not twice as many
 
 
 def test_check_of_connections_keeps_file_locks(served: Served, tmp_path: Path) -> None:
-    """A process that closes any descriptor of a file loses its locks; SQLite relies on them."""
+    """A process that closes any descriptor of a file loses its locks on it; SQLite needs them."""
     address = served.plane.address
     with (
         (tmp_path / "locked").open("w") as file,
@@ -503,7 +504,7 @@ def _answers(served: Served) -> bool:
 
 
 def test_sequence_map_stays_small_and_never_acks_early() -> None:
-    """Nobody consumes for a long time: memory stays bounded, no report comes too early."""
+    """Without a consumer the map stays bounded, and no report comes too early."""
     queue = open_buffered_queue(kind="memory", size=10 * MAX_PAIRS)
     route = SequenceMap(queue)
     producer = queue.producer()

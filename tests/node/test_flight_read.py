@@ -1,4 +1,4 @@
-"""Reading by offset: ranges, waiting, changed columns, and what generic clients see."""
+"""Tests of reading by offset: ranges, waits, changed columns, and generic clients."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_empty_range_is_a_stream_without_blocks(served: Served) -> None:
 
 
 def test_blocks_with_different_columns_get_one_schema(served: Served) -> None:
-    """Columns are matched by name; what a block does not have is null."""
+    """Columns are matched by name; missing columns are null."""
     _publish(served, block_of([b"a"]))
     _publish(served, block_of([b"b"]).append_column("user", pa.array([1])))
     _publish(served, block_of([b"c"]).append_column("city", pa.array(["Bonn"])))
@@ -107,7 +107,7 @@ def test_columns_are_known_after_a_restart(serve: Serve) -> None:
 def test_new_column_during_a_read_is_read_by_the_next_request(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client of ours does that by itself."""
+    """The turnlane client does that by itself."""
     monkeypatch.setattr(event_refs, "READ_EVENTS", 2)
     _publish(served, block_of([b"a"] * 4))
     reading = served.client().read("disk", 0, 5)

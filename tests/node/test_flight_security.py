@@ -1,4 +1,4 @@
-"""Who gets in over Flight, and to which queues?"""
+"""Tests of access over Flight: tokens, rights and TLS."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TOKENS = [
 
 @pytest.fixture
 def guarded(serve: Serve) -> Served:
-    """A node that wants tokens."""
+    """A node with tokens."""
     return serve(QUEUES, authority=Authority(TOKENS))
 
 
@@ -171,7 +171,7 @@ def test_lane_takeover_needs_the_right_to_read_its_queue(guarded: Served) -> Non
 
 
 def test_writers_of_different_tokens_are_independent(guarded: Served) -> None:
-    """Otherwise anybody could have a writer's next epochs taken for repeats."""
+    """Otherwise another client could turn the next epochs of a writer into repeats."""
     reader, boss = guarded.client(token="reader"), guarded.client(token="boss")
     guarded.node.queue("orders").producer().publish_block(block_of([b"x"] * 3))
     assert reader.commit(ranges=[("orders", 0, 1)], writer="w", epoch=1000)
@@ -182,7 +182,7 @@ def test_writers_of_different_tokens_are_independent(guarded: Served) -> None:
 
 
 def test_producer_id_of_commits_is_refused(guarded: Served) -> None:
-    """Their numbers would have what is committed taken for a repeat."""
+    """Its sequence numbers would turn committed events into repeats."""
     with pytest.raises(ConfigError, match="producer"):
         guarded.client(token="boss").queue("orders", producer_id="turnlane.commits").producer(
             ack="persisted"
@@ -190,7 +190,7 @@ def test_producer_id_of_commits_is_refused(guarded: Served) -> None:
 
 
 def test_producers_of_different_tokens_are_independent(serve: Serve) -> None:
-    """Otherwise anybody could have a producer's next events taken for repeats."""
+    """Otherwise another client could turn the next events of a producer into repeats."""
     tokens = [_token(name, {"orders": ["publish"]}) for name in ("a", "b")]
     served = serve({"orders": {"durability": "always"}}, authority=Authority(tokens))
     queue = served.client(token="a").queue("orders", producer_id="web-1")
@@ -214,7 +214,7 @@ def test_reserved_producer_ids_are_refused(served: Served, name: str) -> None:
 
 
 def test_stream_ends_when_its_token_expires(serve: Serve) -> None:
-    """Even though it goes on publishing, so that the node has always something to tell it."""
+    """Also while it publishes, so the node always has progress to report."""
     now = [0.0]
     token = _token("soon", {"*": ["publish"]}, expires=dt.datetime.fromtimestamp(100, dt.UTC))
     served = serve(
@@ -234,7 +234,7 @@ def test_stream_ends_when_its_token_expires(serve: Serve) -> None:
 
 
 def test_expired_token_fails_the_queue_of_a_client(serve: Serve) -> None:
-    """It would be refused for ever; its publishers are told."""
+    """Every attempt would be refused; its publishers get the error."""
     now = [0.0]
     token = _token("soon", {"*": ["publish"]}, expires=dt.datetime.fromtimestamp(100, dt.UTC))
     authority = Authority([token], now=lambda: now[0])
@@ -325,7 +325,7 @@ def test_expired_certificate_is_refused(
 
 
 def test_taken_port_is_refused_at_the_start(serve: Serve, tmp_path: Path) -> None:
-    """gRPC would share it, and every other connection would go to the other process."""
+    """gRPC would share the port, and some connections would reach the other process."""
     first = serve(QUEUES)
     with Node(tmp_path / "second", QUEUES) as node:
         plane = FlightPlane(node, Authority(), first.plane.address)

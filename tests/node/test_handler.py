@@ -1,4 +1,4 @@
-"""The logging handler: what it sends, that it never holds up or breaks the application."""
+"""Tests of the logging handler: it sends records and never delays or breaks the application."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from turnlane.service import Service
 
 PATIENCE = 60
 LONG = 20.0
-"""Seconds nobody here ever waits, unless something is broken."""
+"""A wait in seconds that only a broken program needs."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def memory() -> Iterator[Queue]:
 
 @pytest.fixture
 def small() -> Iterator[Queue]:
-    """A queue that has room for one event."""
+    """A queue with room for one event."""
     with open_queue(kind="memory", size=1) as queue:
         yield queue
 
@@ -80,7 +80,7 @@ def values_in(queue: Queue, count: int) -> list[bytes | None]:
     return [event.value for event in events_in(queue, count)]
 
 
-# ── what is sent ─────────────────────────────────────────────────────────────────────────────────
+# ── records as events ────────────────────────────────────────────────────────────────────────────
 
 
 def test_log_record_becomes_an_event(memory: Queue) -> None:
@@ -177,7 +177,7 @@ def test_logging_from_within_the_handler_does_not_recurse(memory: Queue) -> None
         assert memory.stats().ledger.accepted == 1
 
 
-# ── never in the way ─────────────────────────────────────────────────────────────────────────────
+# ── full queues and errors ───────────────────────────────────────────────────────────────────────
 
 
 def test_full_queue_drops_and_counts_without_blocking(small: Queue) -> None:
@@ -220,7 +220,7 @@ def test_record_is_sent_if_room_comes_in_time(small: Queue) -> None:
 
 
 def test_waiting_threads_do_not_delay_each_other(small: Queue) -> None:
-    """All wait at the same time: ten threads take about as long as one."""
+    """All threads wait at the same time: ten take about as long as one."""
     handler = TurnlaneHandler(small, exit_timeout=0, block_for=0.5)
     with logging_to(handler) as logger:
         logger.info("in")
@@ -268,7 +268,7 @@ def test_slow_flush_is_logged_once(memory: Queue, capsys: pytest.CaptureFixture[
     handler = TurnlaneHandler(memory, exit_timeout=0.05)
     with logging_to(handler) as logger:
         logger.info("nobody reads it")
-        handler.flush()  # as logging.shutdown() does it
+        handler.flush()  # like logging.shutdown()
         handler.close()
     errors = capsys.readouterr().err
     assert errors == "turnlane: records may be lost: not persisted within 0.05 s\n"
@@ -320,7 +320,7 @@ def test_normal_exit_loses_nothing(node: Service) -> None:
 
 
 def test_removed_but_open_handler_loses_nothing(node: Service) -> None:
-    """``logging`` remembers handlers weakly: nobody else would send what this one has."""
+    """``logging`` keeps only weak references to handlers, so the records would be lost."""
     removed = PROGRAM + "logging.getLogger().handlers.clear()\n"
     done = run(removed, url_of(node))
     assert (done.returncode, done.stderr) == (0, "")

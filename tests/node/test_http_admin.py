@@ -1,4 +1,4 @@
-"""Can queues be administered, and does the node say how it is?"""
+"""Tests of administration over HTTP: queues, probes, metrics, and the document."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_node_with_a_failing_disk_is_not_ready_and_names_the_queue(tmp_path: Pat
 
 @dataclass
 class FakeInput:
-    """As much of an input as metrics see."""
+    """The parts of an input that its metrics need."""
 
     label: str
     counters: Counters = field(default_factory=Counters)

@@ -1,4 +1,4 @@
-"""Are events given out under leases, looked at, settled, and never taken for nobody?"""
+"""Tests of consuming over HTTP: leases, peeks and settling by offset."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_peek_reads_across_stored_blocks(fresh: Served) -> None:
     first = fresh.orders.end
     for number in range(6):
         fresh.post([{"value": str(number)}])
-        if number == 3:  # handed out: the first ones are no longer in memory
+        if number == 3:  # read: the first events are no longer in memory
             lease = fresh.http.get("/queues/orders/events", params={"max_events": 2}).json()[
                 "lease"
             ]

@@ -1,4 +1,4 @@
-"""Is nothing lost or doubled when disks fail, clients hang and processes are killed?"""
+"""Tests of HTTP under failing disks, hanging clients and killed processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def values(at: Served) -> list[bytes]:
 
 
 def values_in(queue: BufferedQueue) -> list[bytes]:
-    """All values; a read gives what lies together, which may be less than there is."""
+    """Return all values: one read returns one stored block, which may not be all."""
     found: list[bytes] = []
     while (read := queue.read(queue.low + len(found), 100_000)) is not None:
         assert read[0] == queue.low + len(found)
@@ -78,7 +78,7 @@ def test_numbered_request_refused_on_a_full_disk_is_accepted_once(
 
 
 def test_events_of_a_failed_sync_are_not_answered_with_200(tmp_path: Path) -> None:
-    """After a failed sync nobody knows what is on the disk: such events are given up, and told."""
+    """After a failed sync the disk is in doubt: the events are given up and reported."""
     with served(tmp_path, DURABLE) as at:
         at.disk.fail("sync", times=3, match="chunk")
         with ThreadPoolExecutor(8) as pool:
@@ -124,7 +124,7 @@ def test_stuck_and_slow_clients_do_not_affect_others(tmp_path: Path) -> None:
                 sock.sendall(begun)
         for _ in range(20):
             assert at.post(b"x").status_code == 200
-        # Each of the forty is cut; the one left is the client of this test.
+        # All forty are disconnected; the remaining connection is the client of this test.
         wait_until(lambda: at.plane._server.connections <= 1)
         assert len(values(at)) == 20
 
@@ -165,7 +165,7 @@ time.sleep(600)
 
 
 class Victim:
-    """A node in a process of its own, to be killed."""
+    """A node in its own process, which the test kills."""
 
     def __init__(self, data: Path) -> None:
         self.process = subprocess.Popen(
@@ -182,7 +182,7 @@ class Victim:
 
 
 class Sender(threading.Thread):
-    """Publishes numbered values until told to stop, each until it is told that it is persisted."""
+    """Publishes numbered values until it is stopped; repeats each until it is persisted."""
 
     def __init__(self, name: str, urls: list[str], *, numbered: bool) -> None:
         super().__init__(name=name)
@@ -208,7 +208,7 @@ class Sender(threading.Thread):
             url = f"{self._urls[-1]}/queues/orders/events"
             return http.post(url, content=body, headers=kind | headers).status_code == 200
         except httpx.TransportError:
-            time.sleep(0.01)  # the node is away
+            time.sleep(0.01)  # the node is down
             return False
 
 

@@ -1,4 +1,4 @@
-"""Does the HTTP plane keep its own description, whatever it is sent?"""
+"""Tests of the HTTP plane with generated requests: every answer is in the document."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def lines(_ctx: Any, value: Any) -> bytes:
 
 
 schema = schemathesis.openapi.from_dict(describe_plane())
-# Every boundary of every schema: ten times as many requests, so not at every run.
+# All boundaries of all schemas need ten times as many requests, so not in every run.
 schema.config.phases.coverage.enabled = "CI" in os.environ
 
 
@@ -63,7 +63,7 @@ def test_every_answer_is_in_the_document(
     case: Case[Any], shared: Served, session: requests.Session
 ) -> None:
     if "queue" in (case.path_parameters or {}) and len(str(case.path_parameters["queue"])) > 3:
-        case.path_parameters["queue"] = "0"  # else nearly every queue would be an unknown one
+        case.path_parameters["queue"] = "0"  # otherwise nearly every queue would be unknown
     for wait in ("wait", "timeout"):
         if case.query and wait in case.query:
             case.query[wait] = "0"

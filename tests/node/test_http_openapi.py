@@ -1,4 +1,4 @@
-"""Does the OpenAPI document agree with the server that it describes?"""
+"""Tests that the OpenAPI document agrees with the server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMPONENTS = describe_plane()["components"]
 
 
 def validator(name: str) -> Any:
-    """The validator of one schema of the document."""
+    """Return the validator of one schema of the document."""
     reference = {"$ref": f"#/components/schemas/{name}", "components": COMPONENTS}
     return jsonschema_rs.Draft202012Validator(reference)
 
@@ -52,7 +52,7 @@ RIGHT: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def sent_events(draw: st.DrawFn) -> dict[str, Any]:
-    """An event of the right form, mostly, with at most one field that may be wrong."""
+    """Generate an event with at most one field that may be wrong."""
     value = draw(st.sampled_from(VALUES))
     rest = draw(st.sets(st.sampled_from([name for name in FIELDS if name not in VALUES])))
     event = {name: draw(RIGHT[name]) for name in (value, *rest)}

@@ -1,4 +1,4 @@
-"""Does publishing over HTTP take whole requests, or say what is wrong with them?"""
+"""Tests of publishing over HTTP: whole requests are accepted or refused with a reason."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def numbers(values: range) -> list[dict[str, str]]:
 
 
 def test_refused_number_is_accepted_after_a_higher_one(tmp_path: Path) -> None:
-    """Also after a restart: a lower number is no repeat unless the queue took it."""
+    """Also after a restart: a lower number is a repeat only if the queue has accepted it."""
     with served(tmp_path, {"orders": {"size": 12}}) as at:
 
         def send(values: range) -> httpx.Response:
@@ -238,7 +238,7 @@ def test_refused_number_is_accepted_after_a_higher_one(tmp_path: Path) -> None:
 
 
 def test_producer_may_use_several_connections(tmp_path: Path) -> None:
-    """Four of them, 4,000 events, a queue that is often full: each answered one is there once."""
+    """Four connections, 4,000 events and a small queue: each answered event is stored once."""
     requests = deque(range(0, 4000, 10))
     answered: set[int] = set()
     found: list[bytes | None] = []
@@ -304,7 +304,7 @@ def test_memory_queue_answers_at_the_accepted_level(fresh: Served) -> None:
 
 
 def test_concurrent_requests_share_syncs(fresh: Served) -> None:
-    """The disk is slow: if each request had a sync of its own, this would take ten times longer."""
+    """With a slow disk, one sync for each request would take ten times longer."""
     fresh.disk.delay("sync", seconds=0.05, times=None, match="chunk")
     before = fresh.orders.stats().syncs
     try:
@@ -351,7 +351,7 @@ def test_too_many_waiting_requests_are_refused_at_once(
 def test_numbered_request_beyond_the_limit_is_refused_temporarily(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would wait for a thread, however short the time is that it has."""
+    """Otherwise it would wait for a thread beyond its own timeout."""
     monkeypatch.setattr("turnlane.node.http.publish.THREADS", 1)
     late, quick = ({"producer-id": name, "sequence": "0"} for name in ("late", "quick"))
     with served(tmp_path) as at, ThreadPoolExecutor(1) as pool:
@@ -512,7 +512,7 @@ def test_any_body_is_decoded_or_a_value_error(body: bytes | str) -> None:
 
 
 def test_any_nesting_is_decoded_or_a_value_error() -> None:
-    """What can just be read may be too deep to be written again."""
+    """A value that can just be parsed may be too deep to be written."""
     for depth in range(800, 5000):
         with contextlib.suppress(ValueError):
             decode_json(b'{"data":' + b"[" * depth + b"]" * depth + b"}", 0)
@@ -524,7 +524,7 @@ def test_every_formatted_timestamp_can_be_parsed(stamp: int) -> None:
 
 
 def test_stuck_request_does_not_delay_others(fresh: Served) -> None:
-    """Whoever holds the lock of one queue leaves other queues, and the probes, alone."""
+    """A blocked queue delays neither other queues nor the probes."""
     fresh.http.put("/queues/stuck", json={})
     stuck = fresh.node.queue("stuck")
     with ThreadPoolExecutor(1) as pool:

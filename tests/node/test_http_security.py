@@ -1,4 +1,4 @@
-"""Does the HTTP plane keep out whom it should?"""
+"""Tests of access over HTTP: tokens, rights, TLS and web pages."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_http_plane_serves_tls(tmp_path: Path, mutual: bool) -> None:
 
 @pytest.fixture(scope="module")
 def unguarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A node that wants no tokens."""
+    """A node without tokens."""
     with served(tmp_path_factory.mktemp("open")) as running:
         yield running
 
@@ -135,7 +135,10 @@ def unguarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 FOREIGN = [
     {"origin": "https://evil.example"},
     {"origin": "null"},
-    {"origin": "http://evil.example", "host": "evil.example"},  # its name was made to lead here
+    {
+        "origin": "http://evil.example",
+        "host": "evil.example",
+    },  # a name that resolves to this machine
     {"host": "evil.example:8088"},
     {"sec-fetch-site": "cross-site"},
 ]
@@ -148,7 +151,7 @@ FOREIGN = [
 def test_web_page_cannot_use_a_node_without_tokens(
     unguarded: Served, headers: dict[str, str], method: str, path: str
 ) -> None:
-    """Its requests come from the machine of whoever looks at it, as those of curl do."""
+    """The browser sends its requests from the user's machine, like curl."""
     unguarded.post(b"x")
     before = unguarded.orders.stats().ledger
     answer = unguarded.http.request(
@@ -174,7 +177,7 @@ def test_web_page_with_a_token_is_allowed(shared: Served) -> None:
 
 
 def test_producers_of_different_tokens_are_independent(shared: Served) -> None:
-    """Otherwise anybody could have a producer's next events taken for repeats."""
+    """Otherwise another client could turn the next events of a producer into repeats."""
 
     def publish(token: str, sequence: int) -> dict[str, Any]:
         answer = shared.http.post(

@@ -1,4 +1,4 @@
-"""Does a lane's commit settle what was planned, but for what was kept, and only for its run?"""
+"""Tests of lanes: a commit settles the planned events except the kept ones, for its run only."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_lane_that_reads_during_a_commit_gets_all_its_events(
     real = BufferedProducer.flush
 
     def slowly(producer: BufferedProducer, timeout: float | None = None) -> bool:
-        """The end of a commit: its events can be read, and more of them are to come."""
+        """Publish slowly: the first events of a commit can be read before the last."""
         filling.set()
         looked.wait(PATIENCE)
         served.node.queue("disk").producer().publish(b"the rest")
@@ -120,7 +120,7 @@ def test_repeated_commit_changes_nothing(served: Served, node: RemoteNode) -> No
 
 
 def test_recreated_queue_is_not_settled(served: Served, node: RemoteNode) -> None:
-    """What was made of the old one's events goes on."""
+    """The stages made from the events of the old queue are still committed."""
     served.node.create("late")
     served.node.queue("late").producer(ack="persisted").publish_block(block_of(numbers(10)))
     node.plan("lane", "r", "late", [(0, 10)])
@@ -182,13 +182,13 @@ TWO_QUEUES = {"disk": SYNCED, "a": SYNCED}
 
 
 class TestCommitUnderWay:
-    """A commit whose step is taken waits for the disk; its driver is killed, the lane starts anew.
+    """A recorded commit waits for the disk; its driver is killed, and the lane restarts.
 
-    What it has read is not settled yet, and will be.
+    The events that it read are not settled yet, but will be.
     """
 
     def begin(self, served: Served, disk: FaultyDisk) -> Task[bool]:
-        """Commit ten events of twelve to ``a``, which cannot be written."""
+        """Start a commit of ten of twelve events to ``a``, which cannot be written."""
         fill(served, numbers(12))
         node = served.client().nodes[0]
         stage = staged_for(node, numbers(10))
@@ -199,7 +199,7 @@ class TestCommitUnderWay:
         return task
 
     def go_on(self, served: Served) -> None:
-        """A new run of the lane comes to its end: every event came to ``a`` once."""
+        """Run the lane to its end and check that each event is in ``a`` once."""
         node = served.client().nodes[0]
         wait_until(lambda: node.unsettled("disk", 100, lane="l").pending, "what is left")
         assert node.unsettled("disk", 100, lane="l").spans == [(10, 12)]
@@ -209,7 +209,7 @@ class TestCommitUnderWay:
         assert ledger(served).delivered == 12
 
     def check_waits(self, node: RemoteNode, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A new run is told of nothing, and cannot plan what the commit has passed on."""
+        """Check that a new run gets no events and cannot plan the events of the running commit."""
         monkeypatch.setattr(actions, "PLAN_SECONDS", 0.01)
         assert node.unsettled("disk", 100, lane="l")[:2] == ([], 0)
         with pytest.raises(RetryLater, match="'disk' is still running"):
@@ -278,7 +278,7 @@ def staged_for(node: RemoteNode, stage_values: list[bytes], queue: str = "a") ->
 
 
 def test_old_replaced_runs_are_forgotten() -> None:
-    """A lane that is started anew with every reload must not fill the node's memory."""
+    """A lane that restarts with every reload must not fill the memory of the node."""
     lanes = Lanes()
     for run in range(3 * MAX_RETIRED_RUNS):
         lanes.plan("a", str(run), LanePlan("disk", []))
@@ -290,7 +290,7 @@ def test_old_replaced_runs_are_forgotten() -> None:
 
 
 def test_interrupted_commit_keeps_the_same_events(serve: Serve) -> None:
-    """The file has what is settled, and how: the next start does just that."""
+    """The record has the ranges and their outcomes, and the next start applies them."""
     first = serve()
     first.node.queue("disk").producer(ack="persisted").publish_block(block_of(numbers(10)))
     left = first.node.data / "commits" / f"{1:020}.commit"
@@ -307,7 +307,7 @@ def test_interrupted_commit_keeps_the_same_events(serve: Serve) -> None:
 def test_commit_may_keep_every_other_event_of_a_large_batch(
     served: Served, node: RemoteNode
 ) -> None:
-    """That is more than other commands may have to say."""
+    """The command is larger than other commands may be."""
     node.plan("a", "1", "disk", [(0, 10)])
     kept = [(offset, offset + 1) for offset in range(0, 200_000, 2)]
     assert node.commit(lane="a", run="1", kept=kept)
@@ -331,7 +331,7 @@ def test_event_that_arrives_during_the_check_ends_the_wait(
     real = type(queue).stats
 
     def stats(asked: BufferedQueue) -> Stats:
-        """Nothing was there, and right after that there is something."""
+        """Report an empty queue, then publish an event."""
         found = real(asked)
         if asked is queue and next(looks) == 0:
             queue.producer(ack="persisted").publish_block(block_of([b"a"]))
@@ -358,7 +358,7 @@ def test_only_planned_offsets_that_are_not_kept_become_dead() -> None:
 
 
 def test_longest_inactive_lanes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forgotten lane has to start anew; whatever it has read stays unsettled."""
+    """A forgotten lane has to restart; its events stay unsettled."""
     monkeypatch.setattr(lane_module, "MAX_LANES", 3)
     lanes = Lanes()
     planned = LanePlan("disk", [(0, 1)])

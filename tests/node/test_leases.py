@@ -1,4 +1,4 @@
-"""Consuming from a node: a batch is lent, and comes back if its consumer dies."""
+"""Tests of leases: a batch returns to the queue if its consumer dies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_batch_has_a_lease_that_settles_it(served: Served) -> None:
 
 
 def test_partly_filled_batch_is_returned(serve: Serve) -> None:
-    """However short the waits are in which the client asks for it."""
+    """This holds for any length of the client's waits."""
     slow = {"kind": "memory", "minimum_batch_size": 10, "minimum_batch_timeout": "1s"}
     served = serve({"slow": slow})
     _publish(served, b"a", queue="slow")
@@ -127,7 +127,7 @@ def test_extended_lease_does_not_expire(served: Served) -> None:
 
 
 def test_client_that_leaves_during_a_batch_releases_it(serve: Serve) -> None:
-    """It cannot settle what it has not seen; nobody has to wait for the lease to run out."""
+    """It cannot settle events that it did not get, so the lease ends at once."""
     served = serve({"disk": {"durability": "never", "dequeue_batch_size": 1000}})
     big = bytes(1 << 20)
     for _ in range(40):
@@ -143,7 +143,7 @@ def test_client_that_leaves_during_a_batch_releases_it(serve: Serve) -> None:
 def test_client_that_left_during_the_wait_gets_no_lease(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Events that come in its last moment are not gone for as long as its lease would last."""
+    """Otherwise late events would be unavailable until the lease expires."""
     callers: list[Caller] = []
 
     def noted(self: FlightPlane, context: Any) -> Caller:
@@ -152,7 +152,7 @@ def test_client_that_left_during_the_wait_gets_no_lease(
 
     caller = FlightPlane.caller
     monkeypatch.setattr(FlightPlane, "caller", noted)
-    monkeypatch.setattr(read, "LOOK_SECONDS", 60.0)  # it does not notice by itself
+    monkeypatch.setattr(read, "LOOK_SECONDS", 60.0)  # the client does not notice by itself
     queue = served.node.queue("disk")
     node = served.client().nodes[0]
     with pytest.raises(flight.FlightTimedOutError):
@@ -164,7 +164,7 @@ def test_client_that_left_during_the_wait_gets_no_lease(
 
 
 def test_unread_batch_is_released(served: Served) -> None:
-    """Flight may let go of a stream before it has asked for a single block."""
+    """Flight may drop a stream before it asks for a block."""
     _publish(served, b"a")
     command = ConsumeCommand(consume="disk", lease=3600.0)
     ended: list[str] = []
@@ -185,7 +185,7 @@ def test_unread_batch_is_released(served: Served) -> None:
     assert ended
 
 
-# The client's own batches
+# ── batches of a client ──────────────────────────────────────────────────────────────────────────
 
 
 def test_batches_of_a_client_follow_the_contract(served: Served) -> None:
@@ -260,7 +260,7 @@ def test_settling_an_expired_batch_raises(served: Served, caplog: pytest.LogCapt
     served.node.leases.release(_lease(batch))
     with pytest.raises(NoSuchLease):
         batch.done()
-    batch.done()  # it is over
+    batch.done()  # it has ended
 
 
 def test_failed_extension_of_a_lease_is_logged(
@@ -275,7 +275,7 @@ def test_failed_extension_of_a_lease_is_logged(
 
 
 def test_done_is_repeated_after_a_lost_answer(served: Served) -> None:
-    """The node has heard it; the second call finds no lease, and that is well."""
+    """The node has settled the batch; the second call finds no lease, which is not an error."""
     queue = served.client().queue("disk")
     _publish(served, b"a")
     batch = queue.get(timeout=5)
@@ -299,7 +299,7 @@ def _lease(batch: object) -> str:
     return batch.lease
 
 
-# The node's leases
+# ── leases of a node ─────────────────────────────────────────────────────────────────────────────
 
 
 def test_closed_node_releases_its_batches() -> None:

@@ -1,4 +1,4 @@
-"""A node's queues: made, found again, dropped; and who may hold the directory."""
+"""Tests of a node: its queues, its data directory and its housekeeping."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_housekeeping_continues_after_disk_errors(
 def test_housekeeping_continues_after_an_unexpected_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A thread that ends in silence would let memory and stages grow for ever."""
+    """Without the thread, memory and stages would grow without a limit."""
     monkeypatch.setattr(node_module, "INTERVAL", 0.01)
     tries: list[float] = []
 

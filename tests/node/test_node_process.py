@@ -1,4 +1,4 @@
-"""The node of ``turnlane run``: does it come back when it dies, and go when its parent does?"""
+"""Tests of the process of ``turnlane run``: it restarts after a crash, ends with its parent."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def is_ready(node: NodeProcess) -> bool:
 
 
 def death_of(node: NodeProcess) -> int:
-    """Its exit code, once it has one."""
+    """Wait for the end of the process; return its exit code."""
     deadline = time.monotonic() + PATIENCE
     while (code := node.poll()) is None:
         assert time.monotonic() < deadline
@@ -116,7 +116,7 @@ def test_restarted_node_process_keeps_its_configuration(
 def test_events_of_a_removed_action_are_logged_at_the_first_start_only(
     node: NodeProcess, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Later its pipeline runs, with actions that may have come since."""
+    """Later the pipeline runs, with actions that may be new."""
     warning = "queue.without_action queue=later events=1"
     with Node(Path("data")) as before:
         queue = before.create_for_action("later")
@@ -151,7 +151,7 @@ def test_node_process_stops_cleanly_with_its_parent(node: NodeProcess, tmp_path:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},  # what is killed leaves things behind
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed process leaves files behind
     )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())

@@ -1,4 +1,4 @@
-"""Events in queues that a configuration no longer has: does a node say that they are there?"""
+"""Tests of the warnings about events in queues that no configuration names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Knobs = dict[str, dict[str, Any]]
 
 
 def leave(data: Path, *values: bytes, taken: int = 0) -> None:
-    """A queue ``orders`` with events, the first of them settled."""
+    """Leave a queue ``orders`` with events, the first of them settled."""
     with Node(data, {"orders": {}}) as node:
         node.queue("orders").producer(ack="persisted").publish_block(block_of(list(values)))
         node.queue("orders").settle(0, taken)
@@ -87,7 +87,7 @@ def test_queue_of_a_removed_action_is_logged(
             node = client.node
             (node.create_for_action if by_pipeline else node.create)("later")
             client.queue("later").producer(ack="persisted").publish(b"waits")
-        service.node.create("other")  # what is known of the queue is written down once more
+        service.node.create("other")  # the entry of the queue is written again
     for _ in range(2):  # and read again
         caplog.clear()
         with Service(loads(head + more)).start() as service:

@@ -1,4 +1,4 @@
-"""Do commits go on while dead letters cannot be written, and is nothing lost uncounted?"""
+"""Tests of dead letters that cannot be written: commits continue, and every loss is counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUEUES: dict[str, dict[str, Any]] = {"alerts": {}, "alerts.dead": {"size": 10}}
 
 @pytest.fixture
 def full(serve: Serve) -> Served:
-    """A node whose dead letters have no room left, and whose lane has something to settle."""
+    """A node whose dead letter queue is full and whose lane has events to settle."""
     served = serve(QUEUES)
     served.node.queue("alerts").producer(ack="persisted").publish_block(block_of([b"x"] * 100))
     dead = served.node.queue("alerts.dead")
@@ -34,7 +34,7 @@ def full(serve: Serve) -> Served:
 def committed(
     node: RemoteNode, first: int, count: int, spare: int, *, diskless: bool = False
 ) -> None:
-    """A batch of a lane all of which is dead."""
+    """Commit a batch of a lane in which all events are dead."""
     with node.stage("alerts.dead", block_of([]).schema, spare, diskless=diskless) as stage:
         for number in range(first, first + count):
             stage.write(block_of([b"new %d" % number]))
@@ -109,7 +109,7 @@ def test_oldest_dead_letters_beyond_the_limit_are_dropped_and_counted(full: Serv
 
 
 def test_overflow_buffer_drops_the_oldest_beyond_its_memory_limit(full: Served) -> None:
-    """However many events a client says may wait, and for whichever queue."""
+    """The limit holds for all queues together, independent of ``spare``."""
     blocks = [block_of([bytes(1000)] * 100) for _ in range(10)]
     room = 5 * blocks[0].nbytes
     overflow = OverflowBuffer(full.node.queue, room)
@@ -140,7 +140,7 @@ def disk() -> FaultyDisk:
 
 @pytest.fixture
 def filling(serve: Serve, disk: FaultyDisk) -> Served:
-    """A node on that disk, whose lane has something to settle."""
+    """A node on that disk, whose lane has events to settle."""
     served = serve({"alerts": {}, "alerts.dead": {}}, disk=disk)
     served.node.queue("alerts").producer(ack="persisted").publish_block(block_of([b"x"] * 100))
     return served
@@ -151,7 +151,7 @@ def is_well(served: Served) -> bool:
 
 
 def assert_all_come(served: Served, count: int) -> None:
-    """Once the disk is well, all letters are in their queue, once, and the ledger adds up."""
+    """Check that all letters are in their queue once after the disk works and the sums match."""
     wait_until(lambda: is_well(served), "the queue to write again")
     served.node.commits.overflow.drain()
     assert values(served.node, "alerts.dead") == letters(0, count)
@@ -161,7 +161,7 @@ def assert_all_come(served: Served, count: int) -> None:
 def test_dead_letters_wait_in_memory_until_the_disk_works(
     filling: Served, disk: FaultyDisk
 ) -> None:
-    """The oldest beyond their bound are dropped and counted; every 5 s the queue is asked."""
+    """The oldest beyond the limit are dropped and counted; the queue is tried every 5 s."""
     node, overflow, clock = filling.node, filling.node.commits.overflow, ManualClock()
     remote = filling.client().nodes[0]
     with Housekeeping(node.staging, lambda: (), overflow.drain, clock) as housekeeping:

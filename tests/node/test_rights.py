@@ -1,4 +1,4 @@
-"""Do tokens give the rights that they should, and no others?"""
+"""Tests of tokens and their rights."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_token_is_compared_with_all_in_constant_time(monkeypatch: pytest.MonkeyP
         compared.clear()
         authority.allows(bearer, Right.PUBLISH, "web-1")
         assert len(compared) == 3
-        assert {len(side) for pair in compared for side in pair} == {32}  # says no length either
+        assert {len(side) for pair in compared for side in pair} == {32}  # without a length
 
 
 def test_token_is_refused_after_it_expires() -> None:

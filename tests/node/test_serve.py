@@ -1,4 +1,4 @@
-"""``turnlane serve`` as a process: how it starts, says where it listens, and ends."""
+"""Tests of ``turnlane serve`` as a process: start, announced addresses, and end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ProbeInput(Input):
 
 
 class Served:
-    """A node in a process of its own."""
+    """A node in its own process."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Served:
         )
 
     def ready(self) -> dict[str, Any]:
-        """What it says once it is ready; needs ``--json``."""
+        """Return the announcement of the ready node; needs ``--json``."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -94,7 +94,7 @@ class Served:
         return about
 
     def heard(self, words: str) -> None:
-        """Wait for a line of stderr."""
+        """Wait for a line on stderr that contains a text."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             if words in line:
@@ -105,7 +105,7 @@ class Served:
         self.process.send_signal(number)
 
     def ended(self) -> tuple[int, str]:
-        """The exit code and what is left of stderr."""
+        """Return the exit code and the rest of stderr."""
         _, errors = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, errors
 
@@ -152,7 +152,7 @@ def publish(about: dict[str, Any], value: bytes, ack: str = "persisted") -> None
 
 
 def kept(data: Path, queue: str = "main") -> list[bytes | None]:
-    """What is in a queue of a node that has ended."""
+    """Return the values of a queue of a node that has ended."""
     with Node(data, {queue: {}}) as node:
         values: list[bytes | None] = []
         while node.queue(queue).stats().ledger.pending > len(values):
@@ -162,7 +162,7 @@ def kept(data: Path, queue: str = "main") -> list[bytes | None]:
 
 @pytest.fixture
 def probes(tmp_path: Path) -> Path:
-    """A folder with a distribution that brings an input of its own."""
+    """A directory with a distribution that has an input plug-in."""
     folder = tmp_path / "site"
     about = folder / "probe-1.0.dist-info"
     about.mkdir(parents=True)
@@ -190,7 +190,7 @@ def test_serve_needs_only_a_data_directory(serve: Serve, tmp_path: Path) -> None
 
 
 def test_starter_can_wait_until_the_node_is_ready(serve: Serve, tmp_path: Path) -> None:
-    """By a line of JSON, by a file, or as a service manager does; and logs can be JSON, too."""
+    """By a line of JSON, by a file, or like a service manager; logs can also be JSON."""
     ready = tmp_path / "ready.json"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
@@ -261,7 +261,7 @@ def test_events_acked_under_load_are_stored_after_a_stop(serve: Serve, tmp_path:
             value = b"http %d %d" % (who, number)
             try:
                 publish(about, value)
-            except (OSError, HTTPException):  # refused, cut off, told to come back: not told
+            except (OSError, HTTPException):  # refused or disconnected: not acked
                 return
             told.append(value)
             if number == 5:
@@ -280,7 +280,7 @@ def test_events_acked_under_load_are_stored_after_a_stop(serve: Serve, tmp_path:
 
 
 def test_client_continues_with_the_next_node(serve: Serve, tmp_path: Path) -> None:
-    """A stop in the middle of a Flight client's stream: it waits, sends again what was not told."""
+    """The node stops during a stream: the client waits and sends the unacked events again."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         flight = f"--listen-flight=127.0.0.1:{free.getsockname()[1]}"
     flags = [f"--data={tmp_path / 'data'}", flight, f"--listen-http={LOCAL}", "--json"]
@@ -318,7 +318,7 @@ def test_signal_just_before_the_main_thread_sleeps_wakes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Late:
-        """As ``os``, but a signal comes when the last look for signals is over."""
+        """Like ``os``, but a signal arrives after the last check for signals."""
 
         def read(self, file: int, size: int) -> bytes:
             signal.raise_signal(signal.SIGTERM)
@@ -343,7 +343,7 @@ def test_error_during_the_stop_is_raised() -> None:
 
 
 def stuck(serve: Serve, tmp_path: Path, probes: Path) -> Served:
-    """A node that would wait for ten minutes for its input to stop."""
+    """A node that would wait ten minutes for its input to stop."""
     text = "  shutdown_timeout: 10m\nqueues: {main: }\n"
     text += "inputs: [{type: probe, queue: main, name: stuck}]\n"
     served = serve(config_file(tmp_path, text), "--json", path=probes)
@@ -389,13 +389,13 @@ def test_killed_node_has_every_persisted_event(serve: Serve, tmp_path: Path) -> 
 
 
 def turnlane_says(*arguments: str | Path) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command that ends before a node is opened."""
+    """Return exit code, stdout and stderr of a command that ends before a node is opened."""
     run = CliRunner().invoke(app, [*map(str, arguments)])
     return run.exit_code, run.stdout, run.stderr
 
 
 def only_line(errors: str) -> str:
-    """The one line that says why; log records have a time in front."""
+    """Return the only error line; log records begin with a time."""
     (line,) = [line for line in errors.splitlines() if not line.startswith("20")]
     return line
 
@@ -422,7 +422,7 @@ def test_taken_port_is_named(serve: Serve, tmp_path: Path, plane: str) -> None:
     wanted = f"turnlane: node.{plane}.listen: cannot listen on {address}: Address already in use"
     assert only_line(errors) == wanted
     with Node(tmp_path / "data"):
-        """Nobody holds the directory."""
+        """The directory is not locked."""
 
 
 def test_taken_port_of_an_input_is_named(serve: Serve, tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_wrong_address_on_the_command_line_is_refused(tmp_path: Path) -> None:
 
 
 def test_work_that_ends_after_the_signals_writes_to_no_pipe(tmp_path: Path) -> None:
-    """The number of the closed pipe may be somebody else's by then."""
+    """The descriptor of the closed pipe may belong to another file by then."""
     go_on = threading.Event()
     before = set(threading.enumerate())
     with process.Signals() as caught:

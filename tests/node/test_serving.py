@@ -1,4 +1,4 @@
-"""Does everything that listens refuse, bound and cut what it should?"""
+"""Tests of the HTTP server that all listeners use: TLS, limits, timeouts, bodies and problems."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def connected(server: WebServer) -> socket.socket:
 
 
 def is_cut(sock: socket.socket) -> bool:
-    """Waits until the server has closed, whatever it says before."""
+    """Wait until the server has closed the connection."""
     try:
         while sock.recv(65536):
             pass
@@ -129,7 +129,7 @@ def test_server_serves_a_real_port_and_stops_twice() -> None:
 
 
 def test_uvicorn_has_the_internals_that_the_server_overrides() -> None:
-    """If this fails, read what changed in uvicorn before you raise its bound."""
+    """If this fails, read the changes of uvicorn before you raise its version limit."""
     with serving() as server, connected(server) as sock:
         sock.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nhalf")
         live = server._server
@@ -147,13 +147,13 @@ def test_uvicorn_has_the_internals_that_the_server_overrides() -> None:
         for kind, part in parts:
             assert isinstance(part, kind)
             for name in UVICORN_INTERNALS[kind.__name__]:
-                # The class of uvicorn itself, not its subclass here: that has the methods anyway.
+                # The class of uvicorn itself: our subclass has the methods anyway.
                 assert hasattr(kind, name) or name in vars(part), f"{kind.__name__}.{name}"
     assert "servers" in Server.shutdown.__code__.co_names, "it closes the servers set here"
 
 
 def test_answers_on_a_kept_connection_are_not_delayed() -> None:
-    """Nagle's algorithm would hold back every answer's body for about 40 ms."""
+    """Nagle's algorithm would delay the body of every answer by about 40 ms."""
     with serving() as server, httpx.Client(base_url=server.url) as client:
         client.post("/", content=b"1")
         took = []
@@ -228,7 +228,7 @@ def test_slow_answer_does_not_disconnect_the_client() -> None:
     with WebServer(app, settings).start() as server, connected(server) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         with connected(server) as other:
-            assert is_cut(other)  # so the time is over
+            assert is_cut(other)  # the timeout has passed
         release.set()
         assert sock.recv(1000).startswith(b"HTTP/1.1 200")
 
@@ -392,7 +392,9 @@ def test_body_over_the_limit_is_refused() -> None:
         for content in (b"x" * 10_001, chunks()):
             answer = httpx.post(server.url, content=content)
             assert (answer.status_code, answer.json()["error"]) == (413, "BodyTooLarge")
-        with connected(server) as sock:  # a client that asks first is told before it sends
+        with connected(
+            server
+        ) as sock:  # a client with "Expect: 100-continue" gets the answer before it sends
             head = (
                 b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n"
             )

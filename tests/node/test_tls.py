@@ -1,4 +1,4 @@
-"""Which TLS, and whose certificates, does everything that listens put up with?"""
+"""Tests of the TLS versions and certificates that all listeners accept."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def client(
     """
     context = certificates.client_context(identity)
     _only(context, version)
-    context.set_alpn_protocols(["h2"])  # gRPC takes nobody else
+    context.set_alpn_protocols(["h2"])  # gRPC accepts no other client
     return context
 
 
 def _only(context: ssl.SSLContext, version: ssl.TLSVersion) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that is what this is about
+        warnings.simplefilter("ignore", DeprecationWarning)  # the test needs the old version
         context.minimum_version = context.maximum_version = version
-    context.set_ciphers("ALL:@SECLEVEL=0")  # the old ones sign with what is no longer strong
+    context.set_ciphers("ALL:@SECLEVEL=0")  # old versions use weak signatures
 
 
 @pytest.fixture(scope="module")
 def places(
     certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Place]]:
-    """Where everything listens, each with mutual TLS."""
+    """The addresses of all listeners, each with mutual TLS."""
     tls = certificates.server_knob(mutual=True)
     anywhere = "127.0.0.1:0"
     config = Config.model_validate(
@@ -75,7 +75,7 @@ def _place(address: str) -> Place:
 
 
 def shake_hands(place: Place, context: ssl.SSLContext) -> str | None:
-    """The version that was agreed on. Raises if the server does not agree."""
+    """Return the negotiated version. Raises if the server refuses."""
     with (
         socket.create_connection(place, PATIENCE) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
@@ -104,7 +104,7 @@ def test_old_tls_is_refused(
 def test_refused_client_can_speak_old_tls(
     certificates: Certificates, version: ssl.TLSVersion
 ) -> None:
-    """With a server that allows it; so it was not the client that refused."""
+    """A server that allows old TLS accepts it, so the refusal was not the client's."""
     context = certificates.server_context()
     _only(context, version)
 
