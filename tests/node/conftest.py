@@ -14,8 +14,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import flight
 
-from tests.node.http_harness import Served as HttpServed
-from tests.node.http_harness import served as served_over_http
+from tests.node.http_harness import HttpNode, serve_http
 from tests.ports import free_port
 from turnlane.client import Client, connect
 from turnlane.events import Block, block_of, get_values
@@ -33,7 +32,7 @@ QUEUES: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass
-class Served:
+class ServedNode:
     """A running node, and helpers to reach it over Flight."""
 
     node: Node
@@ -116,7 +115,7 @@ class Stream:
         return last
 
 
-Serve = Callable[..., Served]
+Serve = Callable[..., ServedNode]
 
 
 @pytest.fixture
@@ -133,13 +132,13 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
             port: int = 0,
             disk: Disk | None = None,
             **options: Any,
-        ) -> Served:
+        ) -> ServedNode:
             node = Node(tmp_path / name, queues, disk=disk)
             plane = FlightPlane(
                 node, authority or Authority(), Address(LOOPBACK, port), tls, **options
             )
             plane.start()
-            served = Served(node, plane)
+            served = ServedNode(node, plane)
             started.callback(served.close)
             return served
 
@@ -147,20 +146,20 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 @pytest.fixture
-def served(serve: Serve) -> Served:
+def served(serve: Serve) -> ServedNode:
     """A node with a disk queue that syncs at once, one that never syncs, and a memory queue."""
     return serve()
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServed]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpNode]:
     """A node with HTTP, shared by all tests of a module."""
-    with served_over_http(tmp_path_factory.mktemp("node")) as running:
+    with serve_http(tmp_path_factory.mktemp("node")) as running:
         yield running
 
 
 @pytest.fixture
-def fresh(shared: HttpServed) -> HttpServed:
+def fresh(shared: HttpNode) -> HttpNode:
     """The shared node with an empty queue ``orders``."""
     shared.orders.settle(0, shared.orders.end)
     return shared

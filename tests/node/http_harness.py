@@ -24,7 +24,7 @@ QUEUES: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass
-class Served:
+class HttpNode:
     """The node, its HTTP plane and a client."""
 
     node: Node
@@ -46,7 +46,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(
+def serve_http(
     data: Path,
     queues: Mapping[str, Mapping[str, Any]] = QUEUES,
     *,
@@ -54,7 +54,7 @@ def served(
     client: Mapping[str, Any] | None = None,
     waiting_for: Callable[[], str | None] = lambda: None,
     **knobs: Any,
-) -> Iterator[Served]:
+) -> Iterator[HttpNode]:
     """Serve a node with these queues."""
     disk = FaultyDisk()
     settings = WebSettings(**{"listen": ":0"} | knobs)
@@ -63,4 +63,4 @@ def served(
         plane = HttpPlane(node, Authority(tokens), settings, waiting_for=waiting_for)
         stack.enter_context(plane.start())
         http = httpx.Client(base_url=plane.url, timeout=30, **(client or {}))
-        yield Served(node, plane, stack.enter_context(http), disk)
+        yield HttpNode(node, plane, stack.enter_context(http), disk)

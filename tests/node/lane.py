@@ -28,7 +28,7 @@ QUEUES = {
 }
 
 
-def opened(data: Path, disk: Disk | None = None) -> Node:
+def open_node(data: Path, disk: Disk | None = None) -> Node:
     """Open a node with a main queue, filled at the first start, and two target queues."""
     node = Node(data, QUEUES, disk=disk)
     if not node.queue("main").end:
@@ -37,14 +37,14 @@ def opened(data: Path, disk: Disk | None = None) -> Node:
     return node
 
 
-def staged(node: Node, queue: str, block: Block) -> str:
+def stage_block(node: Node, queue: str, block: Block) -> str:
     """Stage a block; return the id of the stage."""
     with node.staging.stage(StageContents(queue, block.schema)) as stage:
         stage.add(block)
         return stage.finish()
 
 
-def contents(queue: BufferedQueue) -> list[bytes]:
+def read_contents(queue: BufferedQueue) -> list[bytes]:
     """Return all values of a queue without settling them."""
     found: list[bytes] = []
     at = queue.low
@@ -56,7 +56,7 @@ def contents(queue: BufferedQueue) -> list[bytes]:
     return found
 
 
-def copied(node: Node, first: int, count: int) -> list[str]:
+def stage_copies(node: Node, first: int, count: int) -> list[str]:
     """Stage references to a range of the main queue: all events, and the odd ones."""
     offsets = range(first, first + count)
     routes = [1 + 2 * (offset % 2) for offset in offsets]
@@ -66,7 +66,7 @@ def copied(node: Node, first: int, count: int) -> list[str]:
         return copying.finish()
 
 
-def step(node: Node, *, by_place: bool = False) -> bool:
+def commit_next_range(node: Node, *, by_place: bool = False) -> bool:
     """Copy and commit the next range; false at the end of the queue."""
     main = node.queue("main")
     found = main.read(main.low, STEP)
@@ -74,25 +74,27 @@ def step(node: Node, *, by_place: bool = False) -> bool:
         return False
     first, block = found
     if by_place:
-        stages = copied(node, first, block.num_rows)
+        stages = stage_copies(node, first, block.num_rows)
     else:
         odd = block.take(pa.array(range(1 - first % 2, block.num_rows, 2)))
-        stages = [staged(node, "odd", odd), staged(node, "all", block)]
+        stages = [stage_block(node, "odd", odd), stage_block(node, "all", block)]
     node.commits.commit(Commit(stages, [SettleRange("main", first, first + block.num_rows)]))
     return True
 
 
-def live(data: Path, op: str, nth: int, by_place: bool) -> None:
+def run_lane(data: Path, op: str, nth: int, by_place: bool) -> None:
     """Run the lane to its end, or until it is killed at the ``nth`` such operation."""
     disk = FaultyDisk()
-    node = opened(data, disk)
+    node = open_node(data, disk)
     disk.kill(op, nth)
-    while step(node, by_place=by_place):
+    while commit_next_range(node, by_place=by_place):
         pass
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def start(data: Path, queues: Mapping[str, Mapping[str, Any]], op: str, nth: int) -> None:
+def open_until_killed(
+    data: Path, queues: Mapping[str, Mapping[str, Any]], op: str, nth: int
+) -> None:
     """Open a node; be killed at the ``nth`` such operation, or when the node is open."""
     disk = FaultyDisk()
     disk.kill(op, nth)
@@ -100,11 +102,11 @@ def start(data: Path, queues: Mapping[str, Mapping[str, Any]], op: str, nth: int
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def operations(data: Path, *, by_place: bool = False) -> dict[str, int]:
+def count_operations(data: Path, *, by_place: bool = False) -> dict[str, int]:
     """Count the disk operations of an undisturbed lane after the node is open."""
     disk = FaultyDisk()
-    with opened(data, disk) as node:
+    with open_node(data, disk) as node:
         before = disk.operations.copy()
-        while step(node, by_place=by_place):
+        while commit_next_range(node, by_place=by_place):
             pass
         return dict(disk.operations - before)

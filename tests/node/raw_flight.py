@@ -17,7 +17,7 @@ class Message(NamedTuple):
     body: bytes
 
 
-def messages_of(block: pa.RecordBatch, compression: Any = None) -> list[Message]:
+def build_messages(block: pa.RecordBatch, compression: Any = None) -> list[Message]:
     """Return the Flight messages of a block: schema, dictionaries, and the block itself."""
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression=compression)
@@ -27,7 +27,7 @@ def messages_of(block: pa.RecordBatch, compression: Any = None) -> list[Message]
     return [Message(bytes(each.metadata), bytes(each.body or b"")) for each in reader]
 
 
-def _varint(number: int) -> bytes:
+def _encode_varint(number: int) -> bytes:
     octets = bytearray()
     while number > 127:
         octets.append(number & 127 | 128)
@@ -35,12 +35,12 @@ def _varint(number: int) -> bytes:
     return bytes([*octets, number])
 
 
-def _field(number: int, content: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
+def _encode_field(number: int, content: bytes) -> bytes:
+    return _encode_varint(number << 3 | 2) + _encode_varint(len(content)) + content
 
 
-def flight_data(command: bytes, messages: list[Message]) -> list[bytes]:
+def encode_flight_data(command: bytes, messages: list[Message]) -> list[bytes]:
     """Return ``FlightData`` in Protocol Buffers; the first message has the command."""
-    descriptor = _field(1, b"\x08\x02" + _field(2, command))
-    found = [_field(2, each.header) + _field(1000, each.body) for each in messages]
+    descriptor = _encode_field(1, b"\x08\x02" + _encode_field(2, command))
+    found = [_encode_field(2, each.header) + _encode_field(1000, each.body) for each in messages]
     return [descriptor + found[0], *found[1:]]

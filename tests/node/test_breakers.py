@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 
 from tests.contract.harness import wait_until
 from tests.delivery.harness import TIMEOUT, make_block
-from tests.node.conftest import Serve, Served
-from tests.node.http_harness import Served as HttpServed
-from tests.node.http_harness import served as served_over_http
+from tests.node.conftest import Serve, ServedNode
+from tests.node.http_harness import HttpNode, serve_http
 from tests.node.sender import EVENTS, LIMIT, deliver
 from tests.outputs.web_servers import run_server
 from tests.spark.destinations import Destination
@@ -47,7 +46,7 @@ FAILED = SendReport(failures=1, error="refused")
 
 
 def gate(
-    served: Served,
+    served: ServedNode,
     settings: DeliverySettings,
     action: str = "alerts",
     busy: Callable[[], int] = lambda: 2,
@@ -57,7 +56,7 @@ def gate(
     return served.opened.enter_context(made)
 
 
-def opened(served: Served, settings: DeliverySettings) -> RemoteDestinationState:
+def open_breaker(served: ServedNode, settings: DeliverySettings) -> RemoteDestinationState:
     """A destination state whose breaker has just opened."""
     made = gate(served, settings)
     made.request_permit()
@@ -66,14 +65,14 @@ def opened(served: Served, settings: DeliverySettings) -> RemoteDestinationState
     return made
 
 
-def allowed(made: RemoteDestinationState, wanted: AllowedSends) -> SendPermit:
+def wait_for_permit(made: RemoteDestinationState, wanted: AllowedSends) -> SendPermit:
     """Wait for a permit with this decision."""
     while (permit := made.request_permit()).allowed is not wanted:
         pass
     return permit
 
 
-def test_tasks_share_one_rate_limit(served: Served) -> None:
+def test_tasks_share_one_rate_limit(served: ServedNode) -> None:
     limited = DeliverySettings(rate_limit=0.001, max_time=3600.0)
     one, other = gate(served, limited), gate(served, limited)
     assert 900 < one.claim(1, 10_000.0) <= 1000
@@ -83,11 +82,11 @@ def test_tasks_share_one_rate_limit(served: Served) -> None:
     assert gate(served, AT_ONCE, "free").claim(1000, 0.0) == 0.0
 
 
-def test_failures_of_one_task_open_the_breaker_for_all(served: Served) -> None:
+def test_failures_of_one_task_open_the_breaker_for_all(served: ServedNode) -> None:
     one, other = gate(served, PATIENT), gate(served, PATIENT)
     assert one.request_permit().allowed is other.request_permit().allowed is AllowedSends.ALL
     one.report(FAILED)
-    allowed(other, AllowedSends.ALL)  # after the backoff
+    wait_for_permit(other, AllowedSends.ALL)  # after the backoff
     other.report(FAILED)
     for each in (one, other, gate(served, PATIENT)):
         permit = each.request_permit()
@@ -99,8 +98,8 @@ def test_failures_of_one_task_open_the_breaker_for_all(served: Served) -> None:
     assert gate(served, PATIENT, "another action").request_permit().allowed is AllowedSends.ALL
 
 
-def test_concurrent_requests_get_one_probe(served: Served) -> None:
-    opened(served, AT_ONCE)
+def test_concurrent_requests_get_one_probe(served: ServedNode) -> None:
+    open_breaker(served, AT_ONCE)
     wait_until(lambda: served.node.breakers.of("alerts").gate.get_status().wait == 0, "half-open")
     askers = [gate(served, AT_ONCE) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
@@ -112,19 +111,19 @@ def test_concurrent_requests_get_one_probe(served: Served) -> None:
     assert askers[0].request_permit().state is BreakerState.CLOSED
 
 
-def test_failed_or_unused_probe_is_followed_by_another(served: Served) -> None:
-    made = opened(served, AT_ONCE)
+def test_failed_or_unused_probe_is_followed_by_another(served: ServedNode) -> None:
+    made = open_breaker(served, AT_ONCE)
     for report in (SendReport(), FAILED):
-        permit = allowed(made, AllowedSends.PROBE)
+        permit = wait_for_permit(made, AllowedSends.PROBE)
         how = SendReport(failures=report.failures, error=report.error, probe=permit.probe)
         made.report(how)
-    permit = allowed(made, AllowedSends.PROBE)
+    permit = wait_for_permit(made, AllowedSends.PROBE)
     made.report(SendReport(successes=1, probe=permit.probe))
     assert made.request_permit().allowed is AllowedSends.ALL
 
 
-def test_reset_closes_the_breaker(served: Served) -> None:
-    made = opened(served, PATIENT)
+def test_reset_closes_the_breaker(served: ServedNode) -> None:
+    made = open_breaker(served, PATIENT)
     node = served.client().nodes[0]
     assert node.reset_breaker("alerts")["state"] == "closed"
     assert made.request_permit().allowed is AllowedSends.ALL
@@ -132,40 +131,42 @@ def test_reset_closes_the_breaker(served: Served) -> None:
         node.reset_breaker("alrts")
 
 
-def test_changed_settings_apply_and_keep_the_state(served: Served) -> None:
+def test_changed_settings_apply_and_keep_the_state(served: ServedNode) -> None:
     made = gate(served, AT_ONCE)
-    opened(served, PATIENT)
+    open_breaker(served, PATIENT)
     other = made.request_permit()
     assert other.allowed is AllowedSends.NONE, "the destination is away, whoever asks"
     assert 590 < other.wait <= 600
     served.node.breakers.of("alerts").gate.reset()
     while served.node.breakers.of("alerts").gate.get_status().state is BreakerState.CLOSED:
         made.report(FAILED)
-    assert allowed(made, AllowedSends.PROBE).probe, "closed for no longer than its settings say"
+    assert wait_for_permit(made, AllowedSends.PROBE).probe, (
+        "closed for no longer than its settings say"
+    )
 
 
 def test_pipelines_with_different_settings_keep_the_state(
-    served: Served,
+    served: ServedNode,
 ) -> None:
     ours, theirs = gate(served, PATIENT), gate(served, AT_ONCE)
     for each in (ours, theirs):
-        allowed(each, AllowedSends.ALL)
+        wait_for_permit(each, AllowedSends.ALL)
         each.report(FAILED)
     status = served.node.breakers.of("alerts").gate.get_status()
     assert (status.failures, status.opened, status.totals["failures"]) == (2, 1, 2)
 
 
-def test_changed_rate_limit_allows_no_extra_events(served: Served) -> None:
+def test_changed_rate_limit_allows_no_extra_events(served: ServedNode) -> None:
     slow = gate(served, DeliverySettings(rate_limit=0.001, max_time=3600.0))
     fast = gate(served, DeliverySettings(rate_limit=0.002, max_time=3600.0))
     assert 900 < slow.claim(1, 10_000.0) <= 1000
     assert 900 < fast.claim(1, 10_000.0) <= 1000, "two events, of which one was claimed before"
 
 
-def test_slow_probe_stays_the_only_one(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_probe_stays_the_only_one(served: ServedNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker, "PROBE_LEASE", 1.0)
     monkeypatch.setattr(client_gate, "HEARTBEAT", 0.02)
-    opened(served, AT_ONCE)
+    open_breaker(served, AT_ONCE)
     other = gate(served, AT_ONCE)
     sending, release = threading.Event(), threading.Event()
 
@@ -187,7 +188,7 @@ def test_slow_probe_stays_the_only_one(served: Served, monkeypatch: pytest.Monke
     assert other.request_permit().state is BreakerState.CLOSED
 
 
-def test_tasks_share_the_limit_of_concurrent_sends(served: Served) -> None:
+def test_tasks_share_the_limit_of_concurrent_sends(served: ServedNode) -> None:
     limited = DeliverySettings(max_in_flight=5)
     one = gate(served, limited, busy=lambda: 0)
     one.request_permit()
@@ -207,7 +208,7 @@ def test_tasks_share_the_limit_of_concurrent_sends(served: Served) -> None:
     assert gate(served, limited, "another action").request_permit().allowed is AllowedSends.ALL
 
 
-def test_running_send_keeps_its_share_until_it_ends(served: Served) -> None:
+def test_running_send_keeps_its_share_until_it_ends(served: ServedNode) -> None:
     limited = DeliverySettings(max_in_flight=4)
     sending = 4
     one = gate(served, limited, busy=lambda: sending)
@@ -223,7 +224,7 @@ def test_running_send_keeps_its_share_until_it_ends(served: Served) -> None:
     assert other.share == 1
 
 
-def test_task_never_exceeds_its_share_of_sends(served: Served) -> None:
+def test_task_never_exceeds_its_share_of_sends(served: ServedNode) -> None:
     settings = DeliverySettings(batch_events=1, concurrency=8, max_in_flight=6)
     others = [gate(served, settings, busy=lambda: 0) for _ in range(2)]
     together = threading.Barrier(2, timeout=TIMEOUT)
@@ -241,7 +242,7 @@ def test_task_never_exceeds_its_share_of_sends(served: Served) -> None:
     assert output.most_in_flight == 2
 
 
-def test_limit_of_concurrent_sends_holds_across_processes(served: Served) -> None:
+def test_limit_of_concurrent_sends_holds_across_processes(served: ServedNode) -> None:
     with run_server() as server:
         at = Destination(server)
 
@@ -260,7 +261,7 @@ def test_limit_of_concurrent_sends_holds_across_processes(served: Served) -> Non
     assert 1 < at.most <= LIMIT
 
 
-def test_task_without_a_share_waits_for_one(served: Served) -> None:
+def test_task_without_a_share_waits_for_one(served: ServedNode) -> None:
     settings = DeliverySettings(max_in_flight=1, max_time=TIMEOUT)
     hog = gate(served, settings, busy=lambda: 0)
     hog.request_permit()
@@ -273,7 +274,7 @@ def test_task_without_a_share_waits_for_one(served: Served) -> None:
         assert outcome.result(TIMEOUT).delivered == 10
 
 
-def test_tasks_that_left_are_not_counted_as_live(served: Served) -> None:
+def test_tasks_that_left_are_not_counted_as_live(served: ServedNode) -> None:
     one, other = gate(served, PATIENT), gate(served, PATIENT)
     for each in (one, other):
         each.request_permit()
@@ -285,7 +286,7 @@ def test_tasks_that_left_are_not_counted_as_live(served: Served) -> None:
     assert node.breakers(["none"]) == {}
 
 
-def metrics(served: Served) -> dict[str, float]:
+def read_metrics(served: ServedNode) -> dict[str, float]:
     """Return the metrics of actions by name and by their other labels."""
     found = {}
     for metric in collect_action_metrics(served.node.breakers):
@@ -296,7 +297,7 @@ def metrics(served: Served) -> dict[str, float]:
     return found
 
 
-def test_metrics_show_the_activity_of_tasks(served: Served) -> None:
+def test_metrics_show_the_activity_of_tasks(served: ServedNode) -> None:
     settings = DeliverySettings(batch_events=5, concurrency=2, max_time=TIMEOUT)
     started, release = threading.Barrier(3, timeout=TIMEOUT), threading.Event()
 
@@ -315,20 +316,20 @@ def test_metrics_show_the_activity_of_tasks(served: Served) -> None:
     ):
         outcome = pool.submit(engine.deliver, make_block(0, 10))
         started.wait()
-        wait_until(lambda: metrics(served)["queue_sends_inflight"] == 2, "a beat")
-        found = metrics(served)
+        wait_until(lambda: read_metrics(served)["queue_sends_inflight"] == 2, "a beat")
+        found = read_metrics(served)
         assert (found["queue_workers_active"], found["queue_workers_total"]) == (1, 7)
         assert (found["queue_senders_active"], found["queue_preparers_active"]) == (2, 0)
         release.set()
         assert outcome.result(TIMEOUT).delivered == 10
         engine.stop()
-    found = metrics(served)
+    found = read_metrics(served)
     assert (found["queue_workers_active"], found["queue_sends_inflight"]) == (0, 0)
     assert found["queue_export_latency_ewma_seconds"] > 0
     assert (found["action_delivered_events_total"], found["action_sends_total"]) == (10, 2)
 
 
-def test_metrics_count_failures_by_kind(served: Served) -> None:
+def test_metrics_count_failures_by_kind(served: ServedNode) -> None:
     settings = DeliverySettings(backoff=0.001, max_backoff=0.002, breaker_failures=6)
     slow = RetryLater("no answer")
     slow.__cause__ = TimeoutError()
@@ -342,7 +343,7 @@ def test_metrics_count_failures_by_kind(served: Served) -> None:
     output = FaultyOutput(lambda _: failures.pop() if failures else None)
     with Engine(output, settings, gate(served, settings)) as engine:
         assert engine.deliver(make_block(0, 10)).delivered == 10
-    found = metrics(served)
+    found = read_metrics(served)
     assert {name: value for name, value in found.items() if "retry" in name} == {
         "queue_retry_total": 5,
         "queue_retry_success_total": 1,
@@ -355,15 +356,15 @@ def test_metrics_count_failures_by_kind(served: Served) -> None:
     assert found["queue_backoff_seconds"] == 0
 
 
-def _token(secret: str, rights: dict[str, Any]) -> TokenSettings:
+def _build_token(secret: str, rights: dict[str, Any]) -> TokenSettings:
     return TokenSettings(name=secret, secret=SecretStr(secret), rights=rights)
 
 
 def test_breaker_without_read_right_is_hidden_and_unchangeable(serve: Serve) -> None:
     tokens = [
-        _token("boss", {"*": ["read", "admin"]}),
-        _token("lane", {"disk": ["read"]}),
-        _token("stranger", {"slow": ["read", "admin"]}),
+        _build_token("boss", {"*": ["read", "admin"]}),
+        _build_token("lane", {"disk": ["read"]}),
+        _build_token("stranger", {"slow": ["read", "admin"]}),
     ]
     served = serve(authority=Authority(tokens))
     boss, lane, stranger = (served.client(token=each.name).nodes[0] for each in tokens)
@@ -381,27 +382,27 @@ def test_breaker_without_read_right_is_hidden_and_unchangeable(serve: Serve) -> 
     assert boss.reset_breaker("alerts")["failures"] == 0
 
 
-def test_command_lists_and_resets_breakers(served: Served) -> None:
-    def run(*words: str) -> str:
+def test_command_lists_and_resets_breakers(served: ServedNode) -> None:
+    def run_command(*words: str) -> str:
         result = CliRunner().invoke(app, ["breaker", *words, "--endpoint", served.url])
         assert result.exit_code == 0, result.output
         return result.stdout
 
-    assert run("list") == "no task has delivered anything yet\n"
-    opened(served, PATIENT)
-    (line,) = run("list").splitlines()[1:]
+    assert run_command("list") == "no task has delivered anything yet\n"
+    open_breaker(served, PATIENT)
+    (line,) = run_command("list").splitlines()[1:]
     assert line.split()[:3] == ["alerts", "open", "2"]
     assert line.endswith("refused")
-    (found,) = [json.loads(each) for each in run("list", "--json").splitlines()]
+    (found,) = [json.loads(each) for each in run_command("list", "--json").splitlines()]
     assert (found["action"], found["state"]) == ("alerts", "open")
-    assert run("reset", "alerts") == "alerts: closed\n"
-    assert json.loads(run("list", "--json"))["state"] == "closed"
+    assert run_command("reset", "alerts") == "alerts: closed\n"
+    assert json.loads(run_command("list", "--json"))["state"] == "closed"
 
 
 class TestOverHttp:
     @pytest.fixture
-    def http(self, tmp_path: Path) -> Iterator[HttpServed]:
-        with served_over_http(tmp_path) as made:
+    def http(self, tmp_path: Path) -> Iterator[HttpNode]:
+        with serve_http(tmp_path) as made:
             asker = BreakerRequest("alerts", "orders", "1", PATIENT)
             made.node.breakers.permit(asker)
             for _ in range(50):  # failures within one backoff count once
@@ -410,7 +411,7 @@ class TestOverHttp:
                 time.sleep(0.002)
             yield made
 
-    def test_http_lists_and_resets_breakers(self, http: HttpServed) -> None:
+    def test_http_lists_and_resets_breakers(self, http: HttpNode) -> None:
         found = http.http.get("/breakers").json()["breakers"]["alerts"]
         assert (found["state"], found["error"], found["queue"]) == ("open", "refused", "orders")
         reset = http.http.post("/breakers/alerts/reset")
@@ -419,7 +420,7 @@ class TestOverHttp:
         unknown = http.http.post("/breakers/alrts/reset")
         assert (unknown.status_code, unknown.json()["error"]) == (404, "NoSuchBreaker")
 
-    def test_scrape_includes_the_metrics_of_actions(self, http: HttpServed) -> None:
+    def test_scrape_includes_the_metrics_of_actions(self, http: HttpNode) -> None:
         lines = http.http.get("/metrics").text.splitlines()
         assert 'turnlane_circuit_breaker_state{action="alerts",state="open"} 1.0' in lines
         assert 'turnlane_circuit_breaker_state{action="alerts",state="closed"} 0.0' in lines

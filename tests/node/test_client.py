@@ -18,7 +18,7 @@ from pyarrow import flight
 
 import turnlane
 from tests.contract.harness import PATIENCE, Acks, Task, assert_never, wait_until
-from tests.node.conftest import Serve, Served, values
+from tests.node.conftest import Serve, ServedNode, values
 from tests.node.flight_victim import QUEUES, victim
 from tests.recovery.proxy_harness import impatience
 from turnlane.client import connect, node_client, transport
@@ -41,7 +41,7 @@ from turnlane.node.node import Node
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _impatient() -> Iterator[None]:
+def _shorten_waits() -> Iterator[None]:
     with impatience():
         yield
 
@@ -126,7 +126,7 @@ def test_frozen_node_delays_publishers_but_not_close(tmp_path: Path) -> None:
         acks.wait_for(3001)
 
 
-def test_waiting_publisher_causes_an_early_sync(served: Served) -> None:
+def test_waiting_publisher_causes_an_early_sync(served: ServedNode) -> None:
     """The same holds for a local queue: its writer syncs early for a waiting publisher."""
     queue = served.client().queue("slow")
     waiting = queue.producer(ack="persisted")
@@ -238,7 +238,7 @@ def test_call_to_a_silent_node_times_out(monkeypatch: pytest.MonkeyPatch, silent
             client.nodes[0].ping(timeout=0.2)
 
 
-class _Mute(flight.FlightServerBase):
+class _SilentServer(flight.FlightServerBase):
     """A server that accepts calls and answers only on request."""
 
     def __init__(self) -> None:
@@ -251,7 +251,7 @@ class _Mute(flight.FlightServerBase):
 
 def test_stream_to_a_silent_node_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "GREETING_SECONDS", 0.1)
-    with _Mute() as mute, connect(f"turnlane://127.0.0.1:{mute.port}") as client:
+    with _SilentServer() as mute, connect(f"turnlane://127.0.0.1:{mute.port}") as client:
         with pytest.raises(TransportDown, match=r"did not answer in 0\.1 s"):
             transport.FlightConnection(client.nodes[0], "disk", "p")
         with pytest.raises(NotSupported, match="not a turnlane node"):
@@ -303,7 +303,7 @@ def test_failed_queue_can_still_be_read(serve: Serve) -> None:
         assert [event.value for event in batch] == [b"x"]
 
 
-def test_call_raises_the_error_of_the_node(served: Served) -> None:
+def test_call_raises_the_error_of_the_node(served: ServedNode) -> None:
     client = served.client()
     with pytest.raises(NoSuchQueue, match="there is no queue 'nope'"):
         client.wait("nope", 0, 0.0)
@@ -328,7 +328,7 @@ def test_other_server_at_the_address_is_refused(silent_port: int) -> None:
 # ── commits of a lane ────────────────────────────────────────────────────────────────────────────
 
 
-def test_commit_publishes_stages_and_settles_their_range(served: Served) -> None:
+def test_commit_publishes_stages_and_settles_their_range(served: ServedNode) -> None:
     client = served.client()
     served.node.queue("disk").producer().publish_block(block_of([b"a", b"b", b"c"]))
     with client.stage("slow", block_of([]).schema) as stage:
@@ -343,26 +343,26 @@ def test_commit_publishes_stages_and_settles_their_range(served: Served) -> None
     assert values(served.node, "slow") == [b"a", b"b", b"c"]
 
 
-def test_lane_commits_to_a_node_that_it_did_not_read(served: Served) -> None:
+def test_lane_commits_to_a_node_that_it_did_not_read(served: ServedNode) -> None:
     """A node may get events that were read from others while its own range is settled."""
     client = served.client()
     served.node.queue("disk").producer().publish_block(block_of([b"a"]))
     node = client.nodes[0]
     node.plan("lane", "1", "disk", [(0, 1)])
 
-    def staged(value: bytes) -> str:
+    def stage_values(value: bytes) -> str:
         with client.stage("slow", block_of([]).schema) as stage:
             stage.write(block_of([value]))
             return stage.finish()
 
-    first, second = staged(b"a"), staged(b"of another node")
+    first, second = stage_values(b"a"), stage_values(b"of another node")
     assert node.commit([first], lane="lane", run="1")
     assert not node.commit([first], lane="lane", run="1"), "a repeat"
     assert node.commit([second], lane="lane", run="1")
     assert values(served.node, "slow") == [b"a", b"of another node"]
 
 
-def test_commit_of_an_aborted_stage_is_refused(served: Served) -> None:
+def test_commit_of_an_aborted_stage_is_refused(served: ServedNode) -> None:
     client = served.client()
     with client.stage("disk", block_of([]).schema) as stage:
         stage.write(block_of([b"a"]))
@@ -372,7 +372,7 @@ def test_commit_of_an_aborted_stage_is_refused(served: Served) -> None:
         client.commit([stage_id])
 
 
-def test_unfinished_stage_has_no_id(served: Served) -> None:
+def test_unfinished_stage_has_no_id(served: ServedNode) -> None:
     with served.client().stage("disk", block_of([]).schema) as stage:
         stage.write(block_of([b"a"]))
     assert stage.ids is None
@@ -380,7 +380,7 @@ def test_unfinished_stage_has_no_id(served: Served) -> None:
     assert values(served.node, "disk") == []
 
 
-def test_failed_stage_raises_only_its_own_error(served: Served) -> None:
+def test_failed_stage_raises_only_its_own_error(served: ServedNode) -> None:
     with (
         pytest.raises(SchemaMismatch),
         served.client().stage("disk", pa.schema([("value", pa.int64())])) as stage,
@@ -433,7 +433,7 @@ def test_node_restart_between_two_streams_is_noticed(serve: Serve) -> None:
     way.close()
 
 
-def test_blocks_with_changing_columns_arrive_in_order(served: Served) -> None:
+def test_blocks_with_changing_columns_arrive_in_order(served: ServedNode) -> None:
     producer = served.client().queue("disk").producer(ack="persisted", on_ack=(acks := Acks()))
     plain = block_of([b"0"])
     for number in range(12):

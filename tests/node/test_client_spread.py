@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import turnlane
 from tests.contract.harness import PATIENCE, Acks, Task, assert_never, wait_until
-from tests.node.conftest import Serve, Served, values
+from tests.node.conftest import Serve, ServedNode, values
 from tests.recovery.proxy_harness import impatience
 from turnlane.client import connect
 from turnlane.client.spread import SpreadQueue
@@ -28,34 +28,34 @@ from turnlane.queues.api import AckLevel
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _impatient() -> Iterator[None]:
+def _shorten_waits() -> Iterator[None]:
     with impatience():
         yield
 
 
 @pytest.fixture
-def pair(serve: Serve) -> tuple[Served, Served]:
+def two_nodes(serve: Serve) -> tuple[ServedNode, ServedNode]:
     queues = {"q": {"kind": "memory"}}
     return serve(queues, name="one"), serve(queues, name="two")
 
 
 @pytest.fixture
-def both(pair: tuple[Served, Served]) -> Iterator[turnlane.Client]:
-    one, two = pair
+def connect_both(two_nodes: tuple[ServedNode, ServedNode]) -> Iterator[turnlane.Client]:
+    one, two = two_nodes
     with connect(f"{one.url},{two.plane.address}") as client:
         yield client
 
 
 def test_events_of_one_key_go_to_one_node(
-    pair: tuple[Served, Served], both: turnlane.Client
+    two_nodes: tuple[ServedNode, ServedNode], connect_both: turnlane.Client
 ) -> None:
-    producer = both.queue("q", shutdown_timeout=0).producer()
+    producer = connect_both.queue("q", shutdown_timeout=0).producer()
     keys = [f"key-{number % 20}" for number in range(200)]
     producer.publish_block(block_of([key.encode() for key in keys], keys=keys))
     for key in keys[:20]:
         producer.publish(key.encode(), key)
-    wait_until(lambda: sum(each.node.queue("q").end for each in pair) == 220)
-    found = [values(each.node, "q") for each in pair]
+    wait_until(lambda: sum(each.node.queue("q").end for each in two_nodes) == 220)
+    found = [values(each.node, "q") for each in two_nodes]
     assert not set(found[0]) & set(found[1])
     assert all(found)
     for place, here in enumerate(found):
@@ -65,21 +65,21 @@ def test_events_of_one_key_go_to_one_node(
 
 
 def test_events_without_keys_go_to_the_nodes_in_turn(
-    pair: tuple[Served, Served], both: turnlane.Client
+    two_nodes: tuple[ServedNode, ServedNode], connect_both: turnlane.Client
 ) -> None:
-    producer = both.queue("q", shutdown_timeout=0).producer()
+    producer = connect_both.queue("q", shutdown_timeout=0).producer()
     for _ in range(4):
         producer.publish_block(block_of([b"x"] * 10))
         producer.publish(b"y")
         producer.publish(b"z")
-    wait_until(lambda: sum(each.node.queue("q").end for each in pair) == 48)
-    assert [each.node.queue("q").end for each in pair] == [24, 24]
+    wait_until(lambda: sum(each.node.queue("q").end for each in two_nodes) == 48)
+    assert [each.node.queue("q").end for each in two_nodes] == [24, 24]
 
 
 def test_get_reads_all_nodes_and_acks_come_from_all(
-    pair: tuple[Served, Served], both: turnlane.Client
+    two_nodes: tuple[ServedNode, ServedNode], connect_both: turnlane.Client
 ) -> None:
-    queue = both.queue("q")
+    queue = connect_both.queue("q")
     assert isinstance(queue, SpreadQueue)
     producer = queue.producer(ack="delivered", on_ack=(acks := Acks()))
     keys = [f"key-{number}" for number in range(50)]
@@ -96,9 +96,9 @@ def test_get_reads_all_nodes_and_acks_come_from_all(
     assert queue.stats().ledger.adds_up
 
 
-def test_stats_of_several_nodes_are_added_up(both: turnlane.Client) -> None:
-    found = both.queue("q").stats()
-    single = both._transport(both.nodes[0], "q")
+def test_stats_of_several_nodes_are_added_up(connect_both: turnlane.Client) -> None:
+    found = connect_both.queue("q").stats()
+    single = connect_both._transport(connect_both.nodes[0], "q")
     with turnlane.open_queue(kind="proxy", name="q", transport=single) as one:
         assert {name: type(value) for name, value in found.as_dict().items()} == {
             name: type(value) for name, value in one.stats().as_dict().items()
@@ -108,13 +108,13 @@ def test_stats_of_several_nodes_are_added_up(both: turnlane.Client) -> None:
 
 
 def test_unreachable_node_delays_only_its_own_events(
-    pair: tuple[Served, Served], both: turnlane.Client
+    two_nodes: tuple[ServedNode, ServedNode], connect_both: turnlane.Client
 ) -> None:
-    queue = both.queue("q", batch_size=4, batches=1, shutdown_timeout=0)
+    queue = connect_both.queue("q", batch_size=4, batches=1, shutdown_timeout=0)
     producer = queue.producer()
     here = next(f"k{n}" for n in range(100) if find_node(f"k{n}", 2) == 0)
     there = next(f"k{n}" for n in range(100) if find_node(f"k{n}", 2) == 1)
-    pair[1].plane.stop()
+    two_nodes[1].plane.stop()
     for _ in range(20):
         producer.publish(b"x", here)
     got = 0
@@ -129,8 +129,8 @@ def test_unreachable_node_delays_only_its_own_events(
     assert producer.publish(b"x", here)
 
 
-def test_get_from_several_nodes_times_out_and_close_wakes_it(both: turnlane.Client) -> None:
-    queue = both.queue("q")
+def test_get_from_several_nodes_times_out_and_close_wakes_it(connect_both: turnlane.Client) -> None:
+    queue = connect_both.queue("q")
     with pytest.raises(QueueEmpty):
         queue.get(timeout=0.05)
     with pytest.raises(ValueError, match="max_events is 0"):
@@ -145,24 +145,24 @@ def test_get_from_several_nodes_times_out_and_close_wakes_it(both: turnlane.Clie
 
 
 def test_batch_that_no_call_received_is_released_at_close(
-    pair: tuple[Served, Served], both: turnlane.Client
+    two_nodes: tuple[ServedNode, ServedNode], connect_both: turnlane.Client
 ) -> None:
-    queue = both.queue("q")
-    for served in pair:
+    queue = connect_both.queue("q")
+    for served in two_nodes:
         served.node.queue("q").producer().publish(b"x")
     first = queue.get(timeout=PATIENCE)
-    wait_until(lambda: sum(len(each.node.leases) for each in pair) <= 2)
+    wait_until(lambda: sum(len(each.node.leases) for each in two_nodes) <= 2)
     first.done()
     queue.close()
-    wait_until(lambda: all(len(each.node.leases) == 0 for each in pair))
-    assert sum(each.node.queue("q").stats().ledger.pending for each in pair) == 1
+    wait_until(lambda: all(len(each.node.leases) == 0 for each in two_nodes))
+    assert sum(each.node.queue("q").stats().ledger.pending for each in two_nodes) == 1
 
 
 def test_get_with_a_smaller_maximum_returns_smaller_batches(
-    pair: tuple[Served, Served], both: turnlane.Client
+    two_nodes: tuple[ServedNode, ServedNode], connect_both: turnlane.Client
 ) -> None:
-    queue = both.queue("q")
-    for served in pair:
+    queue = connect_both.queue("q")
+    for served in two_nodes:
         served.node.queue("q").producer().publish_block(block_of([b"x"] * 10))
     taken = [queue.get(timeout=PATIENCE)]
     while sum(map(len, taken)) < 20:
@@ -172,23 +172,23 @@ def test_get_with_a_smaller_maximum_returns_smaller_batches(
         batch.done()
 
 
-def test_error_of_one_of_several_nodes_is_raised(pair: tuple[Served, Served]) -> None:
-    pair[1].node.create("other", kind="memory")
+def test_error_of_one_of_several_nodes_is_raised(two_nodes: tuple[ServedNode, ServedNode]) -> None:
+    two_nodes[1].node.create("other", kind="memory")
     with (
-        connect(f"{pair[0].url},{pair[1].plane.address}") as client,
+        connect(f"{two_nodes[0].url},{two_nodes[1].plane.address}") as client,
         pytest.raises(NoSuchQueue),
     ):
         client.queue("other", shutdown_timeout=0).get(timeout=PATIENCE)
 
 
-def test_call_for_a_single_node_is_refused_for_several(both: turnlane.Client) -> None:
+def test_call_for_a_single_node_is_refused_for_several(connect_both: turnlane.Client) -> None:
     with pytest.raises(NotSupported, match="choose a node"):
-        both.stats()
-    both.create("new", kind="memory")
-    assert [sorted(node.queues()) for node in both.nodes] == [["new", "q"]] * 2
-    assert sorted(both.queues()) == ["new", "q"]
-    both.drop("new")
-    producer = both.queue("q", shutdown_timeout=0).producer()
+        connect_both.stats()
+    connect_both.create("new", kind="memory")
+    assert [sorted(node.queues()) for node in connect_both.nodes] == [["new", "q"]] * 2
+    assert sorted(connect_both.queues()) == ["new", "q"]
+    connect_both.drop("new")
+    producer = connect_both.queue("q", shutdown_timeout=0).producer()
     with pytest.raises(NotSupported):
         producer.publish_block(block_of([b"x"]), sequence=0)
     keys = [f"k{number}" for number in range(20)]
@@ -199,8 +199,8 @@ def test_call_for_a_single_node_is_refused_for_several(both: turnlane.Client) ->
         producer.publish(b"x", 5)  # type: ignore[arg-type]
 
 
-def test_closed_producer_of_several_nodes_refuses_events(both: turnlane.Client) -> None:
-    producer = both.queue("q").producer(ack=AckLevel.ACCEPTED)
+def test_closed_producer_of_several_nodes_refuses_events(connect_both: turnlane.Client) -> None:
+    producer = connect_both.queue("q").producer(ack=AckLevel.ACCEPTED)
     producer.close()
     with pytest.raises(QueueClosed):
         producer.publish(b"x")

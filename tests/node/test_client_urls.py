@@ -12,7 +12,7 @@ import pytest
 
 from tests.certificates import Certificates
 from tests.contract.harness import PATIENCE
-from tests.node.conftest import Served, values
+from tests.node.conftest import ServedNode, values
 from tests.recovery.proxy_harness import impatience
 from turnlane.client import connect
 from turnlane.client.address import NodeUrl
@@ -24,7 +24,7 @@ from turnlane.errors import (
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _impatient() -> Iterator[None]:
+def _shorten_waits() -> Iterator[None]:
     with impatience():
         yield
 
@@ -106,12 +106,12 @@ for number in range(1000):
 """
 
 
-def test_program_that_ends_without_close_sends_everything(served: Served) -> None:
+def test_program_that_ends_without_close_sends_everything(served: ServedNode) -> None:
     subprocess.run([sys.executable, "-c", ENDING, served.url], check=True)
     assert values(served.node, "disk") == [b"%d" % number for number in range(1000)]
 
 
-def test_closed_client_leaves_no_threads_or_connections(served: Served) -> None:
+def test_closed_client_leaves_no_threads_or_connections(served: ServedNode) -> None:
     before = set(threading.enumerate())
     with connect(served.url) as client:
         queue = client.queue("disk")
@@ -123,7 +123,7 @@ def test_closed_client_leaves_no_threads_or_connections(served: Served) -> None:
     } == set()
 
 
-def test_end_of_a_with_block_sends_the_remaining_events(served: Served) -> None:
+def test_end_of_a_with_block_sends_the_remaining_events(served: ServedNode) -> None:
     """Without this, a program that forgets to flush would lose its last batches silently."""
     with served.client().queue("disk") as queue:
         producer = queue.producer()
@@ -133,7 +133,7 @@ def test_end_of_a_with_block_sends_the_remaining_events(served: Served) -> None:
     assert queue.stats().ledger.adds_up
 
 
-def test_with_block_that_raises_does_not_wait_for_the_node(served: Served) -> None:
+def test_with_block_that_raises_does_not_wait_for_the_node(served: ServedNode) -> None:
     served.plane.stop()
     queue = served.client().queue("disk", shutdown_timeout="1h")
 
@@ -147,7 +147,7 @@ def test_with_block_that_raises_does_not_wait_for_the_node(served: Served) -> No
     assert queue.stats().ledger.dropped == {"closed": 1}
 
 
-def test_commit_of_a_forgotten_lane_is_refused(served: Served) -> None:
+def test_commit_of_a_forgotten_lane_is_refused(served: ServedNode) -> None:
     """A restarted node must not accept a commit that would settle nothing."""
     client = served.client()
     with pytest.raises(LaneTaken, match="restart the lane"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import PATIENCE, Task, wait_until
-from tests.node.lane import contents, staged
+from tests.node.lane import read_contents, stage_block
 from tests.recovery.hooked_disk import HookedDisk, take
 from turnlane.errors import NoSuchStage, QueueClosed, RetryLater
 from turnlane.events import Block, block_of, get_values
@@ -28,36 +28,36 @@ def fill(node: Node, name: str, count: int) -> None:
     queue.producer(ack=queue.usual_level).publish_block(block_of([b"x"] * count))
 
 
-def some(text: bytes, count: int) -> Block:
+def build_block(text: bytes, count: int) -> Block:
     return block_of([b"%s%d" % (text, number) for number in range(count)])
 
 
 def values(text: bytes, count: int) -> list[bytes]:
-    return get_values([some(text, count)])
+    return get_values([build_block(text, count)])
 
 
-def steps(node: Node) -> list[str]:
+def list_record_suffixes(node: Node) -> list[str]:
     """Return the suffixes of the commit records."""
     return sorted(path.suffix for path in (node.data / "commits").iterdir())
 
 
-def after_the_step(disk: HookedDisk, act: Callable[[], object]) -> None:
+def call_after_record(disk: HookedDisk, act: Callable[[], object]) -> None:
     """Call a function right after the record of the next commit is written."""
     done = threading.Event()
 
-    def once(_: object) -> None:
+    def rewrite_once(_: object) -> None:
         if not done.is_set():
             done.set()
             act()
 
-    disk.on("sync_directory", once, match="commits")
+    disk.on("sync_directory", rewrite_once, match="commits")
 
 
-def await_blocked(queue: BufferedQueue) -> None:
+def wait_until_blocked(queue: BufferedQueue) -> None:
     wait_until(lambda: queue.stats().blocked_publishers > 0, "a commit that waits for room")
 
 
-def ask(node: Node, commit: Commit, monkeypatch: pytest.MonkeyPatch) -> Task[bool]:
+def start_waiting_commit(node: Node, commit: Commit, monkeypatch: pytest.MonkeyPatch) -> Task[bool]:
     """Start a commit that has to wait for its locks; return when it is about to wait."""
     asked = threading.Event()
     look_up = node.staging.find_contents
@@ -86,28 +86,32 @@ class TestStopped:
             fill(node, "main", 20)
             fill(node, "other", 20)
             # Two blocks: with room for five events the first is in when the node stops.
-            with node.staging.stage(StageContents("q", some(b"a", 5).schema)) as stage:
-                stage.add(some(b"a", 5))
-                stage.add(some(b"b", 5))
+            with node.staging.stage(StageContents("q", build_block(b"a", 5).schema)) as stage:
+                stage.add(build_block(b"a", 5))
+                stage.add(build_block(b"b", 5))
                 first = Commit([stage.finish()], [SettleRange("main", 0, 20)])
-            second = Commit([staged(node, "q", some(b"c", 2))], [SettleRange("other", 0, 20)])
-            after_the_step(disk, lambda: fill(node, "q", 10 - published))
+            second = Commit(
+                [stage_block(node, "q", build_block(b"c", 2))], [SettleRange("other", 0, 20)]
+            )
+            call_after_record(disk, lambda: fill(node, "q", 10 - published))
             tasks = [Task(lambda: node.commits.commit(first))]
-            await_blocked(node.queue("q"))
-            tasks.append(ask(node, second, monkeypatch))
+            wait_until_blocked(node.queue("q"))
+            tasks.append(start_waiting_commit(node, second, monkeypatch))
             node.close()
             for task in tasks:
                 with pytest.raises(QueueClosed):
                     task.result()
-            assert steps(node) == [".commit"]
+            assert list_record_suffixes(node) == [".commit"]
         with Node(tmp_path, {**queues, "q": KNOBS}) as node:
-            mine = contents(node.queue("q"))[10 - published :]
+            mine = read_contents(node.queue("q"))[10 - published :]
             assert mine == values(b"a", 5) + values(b"b", 5)
             assert node.queue("main").low == 20
             assert node.queue("other").low == 0, "settled, and its events are nowhere"
-            again = Commit([staged(node, "q", some(b"c", 2))], [SettleRange("other", 0, 20)])
+            again = Commit(
+                [stage_block(node, "q", build_block(b"c", 2))], [SettleRange("other", 0, 20)]
+            )
             assert node.commits.commit(again)
-            assert contents(node.queue("q"))[20 - published :] == values(b"c", 2)
+            assert read_contents(node.queue("q"))[20 - published :] == values(b"c", 2)
 
     def test_concurrent_commits_on_a_failing_disk_lose_no_event(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -117,18 +121,22 @@ class TestStopped:
         with Node(tmp_path, queues, disk=disk) as node:
             fill(node, "main", 20)
             fill(node, "other", 20)
-            first = Commit([staged(node, "q", some(b"a", 8))], [SettleRange("main", 0, 20)])
-            second = Commit([staged(node, "q", some(b"b", 2))], [SettleRange("other", 0, 20)])
+            first = Commit(
+                [stage_block(node, "q", build_block(b"a", 8))], [SettleRange("main", 0, 20)]
+            )
+            second = Commit(
+                [stage_block(node, "q", build_block(b"b", 2))], [SettleRange("other", 0, 20)]
+            )
             disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
             tasks = [Task(lambda: node.commits.commit(first))]
-            wait_until(lambda: ".commit" in steps(node), "the step")
-            tasks.append(ask(node, second, monkeypatch))
+            wait_until(lambda: ".commit" in list_record_suffixes(node), "the step")
+            tasks.append(start_waiting_commit(node, second, monkeypatch))
             node.close()
             for task in tasks:
                 with pytest.raises(QueueClosed):
                     task.result()
         with Node(tmp_path, queues) as node:
-            assert contents(node.queue("q")) == values(b"a", 8)
+            assert read_contents(node.queue("q")) == values(b"a", 8)
             assert node.queue("main").low == 20
             assert node.queue("other").low == 0
 
@@ -137,7 +145,7 @@ class TestStopped:
         disk = HookedDisk()
         with Node(tmp_path, {"q": KNOBS}, disk=disk) as node:
             disk.fail("write", error=errno.ENOSPC, match=".writer", times=None)
-            commit = Commit([staged(node, "q", some(b"a", 2))], writer="w", epoch=1)
+            commit = Commit([stage_block(node, "q", build_block(b"a", 2))], writer="w", epoch=1)
             task = Task(lambda: node.commits.commit(commit))
             wait_until(lambda: node.queue("q").end == 2, "the events")
             node.close()
@@ -146,7 +154,7 @@ class TestStopped:
                 task.result()
         with Node(tmp_path, {"q": KNOBS}) as node:
             assert node.commits.get_epoch("w") == 1
-            assert contents(node.queue("q")) == values(b"a", 2)
+            assert read_contents(node.queue("q")) == values(b"a", 2)
 
 
 class TestInTheWay:
@@ -159,27 +167,36 @@ class TestInTheWay:
         with Node(tmp_path, queues, disk=disk) as node:
             fill(node, "main", 10)
             fill(node, "other", 10)
-            first = Commit([staged(node, "full", some(b"a", 8))], [SettleRange("main", 0, 10)])
-            both = [staged(node, "dead", some(b"b", 1)), staged(node, "full", some(b"b", 1))]
+            first = Commit(
+                [stage_block(node, "full", build_block(b"a", 8))], [SettleRange("main", 0, 10)]
+            )
+            both = [
+                stage_block(node, "dead", build_block(b"b", 1)),
+                stage_block(node, "full", build_block(b"b", 1)),
+            ]
             second = Commit(both, [SettleRange("other", 0, 10)])
-            after_the_step(disk, lambda: fill(node, "full", 10))
+            call_after_record(disk, lambda: fill(node, "full", 10))
             tasks = [Task(lambda: node.commits.commit(first))]
-            await_blocked(node.queue("full"))
-            tasks.append(ask(node, second, monkeypatch))
-            emptied = Commit([staged(node, "dead", some(b"d", 1))], [SettleRange("full", 0, 10)])
+            wait_until_blocked(node.queue("full"))
+            tasks.append(start_waiting_commit(node, second, monkeypatch))
+            emptied = Commit(
+                [stage_block(node, "dead", build_block(b"d", 1))], [SettleRange("full", 0, 10)]
+            )
             assert Task(lambda: node.commits.commit(emptied)).result()
             assert [task.result() for task in tasks] == [True, True]
-            assert contents(node.queue("dead")) == [b"d0", b"b0"]
-            assert steps(node) == []
+            assert read_contents(node.queue("dead")) == [b"d0", b"b0"]
+            assert list_record_suffixes(node) == []
 
     def test_broken_queue_refuses_the_commit_before_the_record(self, tmp_path: Path) -> None:
         with Node(tmp_path, {"main": KNOBS, "q": KNOBS}) as node:
             fill(node, "main", 5)
-            commit = Commit([staged(node, "q", some(b"a", 5))], [SettleRange("main", 0, 5)])
+            commit = Commit(
+                [stage_block(node, "q", build_block(b"a", 5))], [SettleRange("main", 0, 5)]
+            )
             node.queue("q").finish()
             with pytest.raises(QueueClosed):
                 node.commits.commit(commit)
-            assert steps(node) == []
+            assert list_record_suffixes(node) == []
             assert node.queue("main").low == 0
 
     def test_queue_that_breaks_after_the_record_blocks_later_commits(self, tmp_path: Path) -> None:
@@ -187,23 +204,25 @@ class TestInTheWay:
         queues = {"main": KNOBS, "other": KNOBS, "q": KNOBS}
         with Node(tmp_path, queues, disk=disk) as node:
             fill(node, "main", 5)
-            commit = Commit([staged(node, "q", some(b"a", 5))], [SettleRange("main", 0, 5)])
-            after_the_step(disk, node.queue("q").finish)
+            commit = Commit(
+                [stage_block(node, "q", build_block(b"a", 5))], [SettleRange("main", 0, 5)]
+            )
+            call_after_record(disk, node.queue("q").finish)
             with pytest.raises(QueueClosed):
                 node.commits.commit(commit)
-            for each in (commit, Commit([staged(node, "q", some(b"b", 5))])):
+            for each in (commit, Commit([stage_block(node, "q", build_block(b"b", 5))])):
                 with pytest.raises(RetryLater, match="next start"):
                     node.commits.commit(each)
-            assert steps(node) == [".commit"]
-            assert node.commits.commit(Commit([staged(node, "other", some(b"c", 1))]))
+            assert list_record_suffixes(node) == [".commit"]
+            assert node.commits.commit(Commit([stage_block(node, "other", build_block(b"c", 1))]))
         with Node(tmp_path, queues) as node:
-            assert contents(node.queue("q")) == values(b"a", 5)
+            assert read_contents(node.queue("q")) == values(b"a", 5)
             assert node.queue("main").low == 5
 
     def test_complete_commits_leave_no_locks(self, tmp_path: Path) -> None:
         with Node(tmp_path, {"q": KNOBS}) as node:
             for number in range(5):
-                stage = staged(node, "q", some(b"a", 1))
+                stage = stage_block(node, "q", build_block(b"a", 1))
                 assert node.commits.commit(Commit([stage], writer=f"w{number}", epoch=1))
             with pytest.raises(NoSuchStage):
                 node.commits.commit(Commit(["nope"], writer="w", epoch=1))
@@ -220,18 +239,21 @@ class TestDropped:
         with Node(tmp_path, {"main": KNOBS, "a": KNOBS}, disk=disk) as node:
             node.create("b", size=10, **KNOBS)
             fill(node, "main", 20)
-            stages = [staged(node, "a", some(b"a", 2)), staged(node, "b", some(b"b", 10))]
+            stages = [
+                stage_block(node, "a", build_block(b"a", 2)),
+                stage_block(node, "b", build_block(b"b", 10)),
+            ]
             commit = Commit(stages, [SettleRange("main", 0, 20)])
-            after_the_step(disk, lambda: fill(node, "b", 5))
+            call_after_record(disk, lambda: fill(node, "b", 5))
             task = Task(lambda: node.commits.commit(commit))
-            await_blocked(node.queue("b"))
+            wait_until_blocked(node.queue("b"))
             node.drop("b")
             assert task.result()
             assert node.queue("main").low == 20
             node.create("b", size=10, **KNOBS)
             assert not node.commits.commit(commit)
-            assert contents(node.queue("a")) == values(b"a", 2)
-            assert steps(node) == []
+            assert read_contents(node.queue("a")) == values(b"a", 2)
+            assert list_record_suffixes(node) == []
             assert not list((tmp_path / "staging").iterdir())
 
     def test_dropped_source_queue_does_not_stop_the_rest_of_the_commit(
@@ -241,14 +263,16 @@ class TestDropped:
         with Node(tmp_path, {"q": {**KNOBS, "size": 10}}, disk=disk) as node:
             node.create("source", **KNOBS)
             fill(node, "source", 5)
-            after_the_step(disk, lambda: fill(node, "q", 10))
-            commit = Commit([staged(node, "q", some(b"a", 5))], [SettleRange("source", 0, 5)])
+            call_after_record(disk, lambda: fill(node, "q", 10))
+            commit = Commit(
+                [stage_block(node, "q", build_block(b"a", 5))], [SettleRange("source", 0, 5)]
+            )
             task = Task(lambda: node.commits.commit(commit))
-            await_blocked(node.queue("q"))
+            wait_until_blocked(node.queue("q"))
             node.drop("source")
             node.create("source", **KNOBS)
             fill(node, "source", 5)
             take(node.queue("q"), 10)
             assert task.result()
             assert node.queue("source").low == 0, "events of the new queue were settled"
-            assert steps(node) == []
+            assert list_record_suffixes(node) == []

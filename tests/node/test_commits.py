@@ -13,7 +13,15 @@ import pyarrow as pa
 import pytest
 
 from tests.contract.harness import Task, wait_until
-from tests.node.lane import EVENTS, contents, live, opened, operations, staged, step
+from tests.node.lane import (
+    EVENTS,
+    commit_next_range,
+    count_operations,
+    open_node,
+    read_contents,
+    run_lane,
+    stage_block,
+)
 from tests.recovery.hooked_disk import take
 from turnlane.errors import (
     NoSuchQueue,
@@ -33,21 +41,21 @@ NUMBERS = [b"%d" % number for number in range(EVENTS)]
 
 
 def check_outcome(node: Node) -> None:
-    assert contents(node.queue("all")) == NUMBERS
-    assert contents(node.queue("odd")) == NUMBERS[1::2]
+    assert read_contents(node.queue("all")) == NUMBERS
+    assert read_contents(node.queue("odd")) == NUMBERS[1::2]
     assert node.queue("main").low == EVENTS
     assert all(queue.stats().ledger.adds_up for queue in node.queues().values())
     assert not list((node.data / "commits").glob("*.commit"))
     assert not list((node.data / "staging").iterdir())
 
 
-def some(count: int) -> Block:
+def build_block(count: int) -> Block:
     return block_of([b"%d" % number for number in range(count)])
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
-    return opened(tmp_path)
+    return open_node(tmp_path)
 
 
 class TestKilled:
@@ -58,59 +66,59 @@ class TestKilled:
     def test_power_cut_at_every_operation_loses_or_applies_the_whole_commit(
         self, op: str, by_place: bool, tmp_path: Path, nursery: ForkServerContext
     ) -> None:
-        total = operations(tmp_path / "undisturbed", by_place=by_place)[op]
+        total = count_operations(tmp_path / "undisturbed", by_place=by_place)[op]
         assert total, f"committing uses no {op}: this test tests nothing"
         for nth in range(1, total + 1):
             data = tmp_path / str(nth)
-            life = nursery.Process(target=live, args=(data, op, nth, by_place))
+            life = nursery.Process(target=run_lane, args=(data, op, nth, by_place))
             life.start()
             life.join(PATIENCE)
             assert life.exitcode == -9
-            with opened(data) as node:
-                while step(node, by_place=by_place):
+            with open_node(data) as node:
+                while commit_next_range(node, by_place=by_place):
                     pass
                 check_outcome(node)
 
     def test_crash_after_the_record_is_recovered_by_the_start(self, tmp_path: Path) -> None:
         """Only the record is written: the next start applies the commit."""
         disk = FaultyDisk()
-        with opened(tmp_path, disk) as node:
+        with open_node(tmp_path, disk) as node:
             disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
-            thread = threading.Thread(target=_swallow, args=(node,))
+            thread = threading.Thread(target=_ignore_error, args=(node,))
             thread.start()
             wait_until(
                 lambda: bool(list((tmp_path / "commits").glob("*.commit"))), "the commit file"
             )
             node.close()
             thread.join(PATIENCE)
-        with opened(tmp_path) as node:
+        with open_node(tmp_path) as node:
             assert node.queue("main").low, "the commit was not carried out by the start"
-            while step(node):
+            while commit_next_range(node):
                 pass
             check_outcome(node)
 
     def test_record_that_cannot_be_removed_is_applied_again(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
-        with opened(tmp_path, disk) as node:
+        with open_node(tmp_path, disk) as node:
             disk.fail("unlink", match=".commit")
-            step(node)
+            commit_next_range(node)
             assert list((tmp_path / "commits").glob("*.commit"))
-        with opened(tmp_path) as node:
-            while step(node):
+        with open_node(tmp_path) as node:
+            while commit_next_range(node):
                 pass
             check_outcome(node)
 
 
-def _swallow(node: Node) -> None:
+def _ignore_error(node: Node) -> None:
     with contextlib.suppress(QueueClosed):
-        step(node)
+        commit_next_range(node)
 
 
 class TestRepeats:
     def test_repeated_range_changes_nothing(self, node: Node) -> None:
         with node:
-            first = Commit([staged(node, "all", some(5))], [SettleRange("main", 0, 5)])
-            again = Commit([staged(node, "all", some(5))], [SettleRange("main", 0, 5)])
+            first = Commit([stage_block(node, "all", build_block(5))], [SettleRange("main", 0, 5)])
+            again = Commit([stage_block(node, "all", build_block(5))], [SettleRange("main", 0, 5)])
             assert node.commits.commit(first)
             assert not node.commits.commit(again)
             assert not node.commits.commit(first), "its stages are gone, and that is fine"
@@ -119,29 +127,29 @@ class TestRepeats:
 
     def test_empty_range_is_not_a_repeat(self, node: Node) -> None:
         with node:
-            stage = staged(node, "all", some(5))
+            stage = stage_block(node, "all", build_block(5))
             assert node.commits.commit(Commit([stage], [SettleRange("main", 3, 3)]))
             assert node.queue("all").end == 5
 
     def test_repeated_epoch_changes_nothing_even_after_a_restart(self, tmp_path: Path) -> None:
-        with opened(tmp_path) as node:
+        with open_node(tmp_path) as node:
             assert node.commits.get_epoch("query") is None
-            stage = staged(node, "all", some(5))
+            stage = stage_block(node, "all", build_block(5))
             assert node.commits.commit(Commit([stage], writer="query", epoch=7))
-        with opened(tmp_path) as node:
+        with open_node(tmp_path) as node:
             assert node.commits.get_epoch("query") == 7
-            stage = staged(node, "all", some(5))
+            stage = stage_block(node, "all", build_block(5))
             assert not node.commits.commit(Commit([stage], writer="query", epoch=7))
-            stage = staged(node, "all", some(5))
+            stage = stage_block(node, "all", build_block(5))
             assert not node.commits.commit(Commit([stage], writer="query", epoch=6))
-            stage = staged(node, "all", some(5))
+            stage = stage_block(node, "all", build_block(5))
             assert node.commits.commit(Commit([stage], writer="query", epoch=8))
             assert node.queue("all").end == 10
 
     def test_concurrent_repeats_are_applied_once(self, node: Node) -> None:
         with node:
             commits = [
-                Commit([staged(node, "all", some(5))], [SettleRange("main", 0, 5)])
+                Commit([stage_block(node, "all", build_block(5))], [SettleRange("main", 0, 5)])
                 for _ in range(8)
             ]
             results: list[bool] = []
@@ -159,60 +167,67 @@ class TestRepeats:
     def test_repeat_does_not_affect_other_stages(self, node: Node) -> None:
         """Two stages for one queue in one commit, then another commit: no number is used twice."""
         with node:
-            stages = [staged(node, "all", some(5)), staged(node, "all", some(3))]
+            stages = [
+                stage_block(node, "all", build_block(5)),
+                stage_block(node, "all", build_block(3)),
+            ]
             node.commits.commit(Commit(stages, [SettleRange("main", 0, 5)]))
-            node.commits.commit(Commit([staged(node, "all", some(4))], [SettleRange("main", 5, 9)]))
+            node.commits.commit(
+                Commit([stage_block(node, "all", build_block(4))], [SettleRange("main", 5, 9)])
+            )
             assert node.queue("all").end == 12
 
 
 class TestRefused:
     """A refused commit changes nothing."""
 
-    def check_untouched(self, node: Node) -> None:
+    def check_unchanged(self, node: Node) -> None:
         assert node.queue("main").low == 0
         assert node.queue("all").end == 0
         assert not list((node.data / "commits").iterdir())
 
     def test_unknown_stage_is_refused(self, node: Node) -> None:
         with node:
-            stage = staged(node, "all", some(5))
+            stage = stage_block(node, "all", build_block(5))
             with pytest.raises(NoSuchStage, match="'nope'"):
                 node.commits.commit(Commit([stage, "nope"], [SettleRange("main", 0, 5)]))
-            self.check_untouched(node)
+            self.check_unchanged(node)
 
     def test_aborted_stage_is_refused(self, node: Node) -> None:
         with node:
-            stage = staged(node, "all", some(5))
+            stage = stage_block(node, "all", build_block(5))
             node.commits.abort([stage, "never-was", "../../etc"])
             with pytest.raises(NoSuchStage):
                 node.commits.commit(Commit([stage], [SettleRange("main", 0, 5)]))
-            self.check_untouched(node)
+            self.check_unchanged(node)
 
     def test_unknown_queue_is_refused(self, node: Node) -> None:
         with node:
-            stage = staged(node, "nowhere", some(5))
+            stage = stage_block(node, "nowhere", build_block(5))
             with pytest.raises(NoSuchQueue, match="'nowhere'"):
                 node.commits.commit(Commit([stage], [SettleRange("main", 0, 5)]))
-            stage = staged(node, "all", some(5))
+            stage = stage_block(node, "all", build_block(5))
             with pytest.raises(NoSuchQueue, match="'nobody'"):
                 node.commits.commit(Commit([stage], [SettleRange("nobody", 0, 5)]))
-            self.check_untouched(node)
+            self.check_unchanged(node)
 
     def test_column_of_another_type_is_refused(self, node: Node) -> None:
         with node:
             node.queue("odd").check_columns(pa.schema([("extra", pa.int64())]))
-            wrong = some(2).append_column("extra", pa.array(["a", "b"]))
-            stages = [staged(node, "all", some(2)), staged(node, "odd", wrong)]
+            wrong = build_block(2).append_column("extra", pa.array(["a", "b"]))
+            stages = [stage_block(node, "all", build_block(2)), stage_block(node, "odd", wrong)]
             with pytest.raises(SchemaMismatch, match="extra"):
                 node.commits.commit(Commit(stages, [SettleRange("main", 0, 2)]))
-            self.check_untouched(node)
+            self.check_unchanged(node)
 
     def test_full_queue_refuses_the_commit(self, tmp_path: Path) -> None:
         queues = {"main": {}, "all": {"kind": "memory", "size": 10}}
         with Node(tmp_path, queues) as node:
-            node.queue("main").producer().publish_block(some(20))
-            node.commits.commit(Commit([staged(node, "all", some(8))], [SettleRange("main", 0, 8)]))
-            stage = staged(node, "all", some(5))
+            node.queue("main").producer().publish_block(build_block(20))
+            node.commits.commit(
+                Commit([stage_block(node, "all", build_block(8))], [SettleRange("main", 0, 8)])
+            )
+            stage = stage_block(node, "all", build_block(5))
             with pytest.raises(QueueFull, match="'all' has no room for 5"):
                 node.commits.commit(Commit([stage], [SettleRange("main", 8, 13)]))
             assert node.queue("main").low == 8
@@ -225,9 +240,9 @@ class TestRefused:
     ) -> None:
         queues = {"main": {}, "all": {"kind": "memory", "size": 4, "full_behavior": behavior}}
         with Node(tmp_path, queues) as node:
-            node.queue("main").producer().publish_block(some(8))
+            node.queue("main").producer().publish_block(build_block(8))
             for first in (0, 4):
-                stage = staged(node, "all", some(4))
+                stage = stage_block(node, "all", build_block(4))
                 assert node.commits.commit(Commit([stage], [SettleRange("main", first, first + 4)]))
             ledger = node.queue("all").stats().ledger
             assert ledger.pending == 4
@@ -235,8 +250,8 @@ class TestRefused:
 
     def test_unwritable_record_refuses_the_commit(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
-        with opened(tmp_path, disk) as node:
-            stage = staged(node, "all", some(5))
+        with open_node(tmp_path, disk) as node:
+            stage = stage_block(node, "all", build_block(5))
             commit = Commit([stage], [SettleRange("main", 0, 5)])
             disk.fail("write", error=errno.ENOSPC, match=".commit")
             with pytest.raises(StorageFailed):
@@ -247,22 +262,22 @@ class TestRefused:
 
     def test_record_written_with_an_error_does_not_survive(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
-        with opened(tmp_path, disk) as node:
+        with open_node(tmp_path, disk) as node:
             disk.fail("sync_directory", match="commits")
             with pytest.raises(StorageFailed):
                 node.commits.commit(
-                    Commit([staged(node, "all", some(5))], [SettleRange("main", 0, 5)])
+                    Commit([stage_block(node, "all", build_block(5))], [SettleRange("main", 0, 5)])
                 )
-            self.check_untouched(node)
-        with opened(tmp_path) as node:
-            self.check_untouched(node)
+            self.check_unchanged(node)
+        with open_node(tmp_path) as node:
+            self.check_unchanged(node)
 
     def test_unwritable_stage_is_refused(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
-        with opened(tmp_path, disk) as node:
+        with open_node(tmp_path, disk) as node:
             disk.fail("sync", error=errno.ENOSPC, match=".stage")
             with pytest.raises(OSError, match="space"):
-                staged(node, "all", some(5))
+                stage_block(node, "all", build_block(5))
             assert not list((tmp_path / "staging").iterdir())
 
 
@@ -271,30 +286,33 @@ class TestAfterTheStep:
 
     def test_full_disk_delays_the_commit(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
-        with opened(tmp_path, disk) as node:
-            stage = staged(node, "all", some(5))
+        with open_node(tmp_path, disk) as node:
+            stage = stage_block(node, "all", build_block(5))
             # Segments and journals, but not the record.
             disk.fail("write", error=errno.ENOSPC, match=".chunk", times=3)
             disk.fail("sync", error=errno.EIO, match="journal", times=2)
             assert node.commits.commit(Commit([stage], [SettleRange("main", 0, 5)]))
-            assert contents(node.queue("all")) == NUMBERS[:5]
+            assert read_contents(node.queue("all")) == NUMBERS[:5]
             assert node.queue("main").low == 5
 
     def test_events_of_a_failed_sync_are_written_again(self, tmp_path: Path) -> None:
         disk = FaultyDisk()
-        with opened(tmp_path, disk) as node:
+        with open_node(tmp_path, disk) as node:
             disk.forget(match=".chunk")
             assert node.commits.commit(
-                Commit([staged(node, "all", some(5))], [SettleRange("main", 0, 5)])
+                Commit([stage_block(node, "all", build_block(5))], [SettleRange("main", 0, 5)])
             )
-        with opened(tmp_path) as node:
-            assert contents(node.queue("all")) == NUMBERS[:5]
+        with open_node(tmp_path) as node:
+            assert read_contents(node.queue("all")) == NUMBERS[:5]
 
     def test_stages_of_a_running_commit_cannot_be_aborted_or_expire(self, tmp_path: Path) -> None:
         """A client gives up after a timeout while the node completes its commit."""
         disk = FaultyDisk()
-        with opened(tmp_path, disk) as node:
-            stages = [staged(node, "all", some(5)), staged(node, "odd", some(3))]
+        with open_node(tmp_path, disk) as node:
+            stages = [
+                stage_block(node, "all", build_block(5)),
+                stage_block(node, "odd", build_block(3)),
+            ]
             disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
             task = Task(lambda: node.commits.commit(Commit(stages, [SettleRange("main", 0, 5)])))
             commits = tmp_path / "commits"
@@ -303,23 +321,27 @@ class TestAfterTheStep:
             node.staging.discard_older(-1.0)
             disk.clear()
             assert task.result()
-            assert contents(node.queue("all")) == NUMBERS[:5]
-            assert contents(node.queue("odd")) == NUMBERS[:3]
+            assert read_contents(node.queue("all")) == NUMBERS[:5]
+            assert read_contents(node.queue("odd")) == NUMBERS[:3]
             assert not list((tmp_path / "staging").iterdir())
 
     def test_full_queue_does_not_prevent_the_start(self, tmp_path: Path) -> None:
         """Consumers can make room only after the start; until then later commits wait."""
         queues = {"main": {}, "small": {"size": 4, "durability": "always"}}
         with Node(tmp_path, queues) as node:
-            node.queue("main").producer().publish_block(some(10))
-            commit = Commit([staged(node, "small", some(10))], [SettleRange("main", 0, 10)])
+            node.queue("main").producer().publish_block(build_block(10))
+            commit = Commit(
+                [stage_block(node, "small", build_block(10))], [SettleRange("main", 0, 10)]
+            )
             task = Task(lambda: node.commits.commit(commit))
             node.queue("small").wait_beyond(1, PATIENCE)
             node.close()
             with pytest.raises(QueueClosed):
                 task.result()
         with Task(lambda: Node(tmp_path, queues)).result() as node:
-            later = Commit([staged(node, "small", some(2))], [SettleRange("main", 0, 10)])
+            later = Commit(
+                [stage_block(node, "small", build_block(2))], [SettleRange("main", 0, 10)]
+            )
             again = Task(lambda: node.commits.commit(later))
             small = node.queue("small")
             found: list[bytes] = []
@@ -336,10 +358,10 @@ class TestAfterTheStep:
         knobs = {"size": 4, "durability": "always"}
         queues = {"main": {}, "first": knobs, "second": knobs}
         with Node(tmp_path, queues) as node:
-            node.queue("main").producer().publish_block(some(10))
+            node.queue("main").producer().publish_block(build_block(10))
             plans = [
-                Commit([staged(node, "first", some(10))], [SettleRange("main", 0, 10)]),
-                Commit([staged(node, "second", some(8))], [SettleRange("first", 0, 2)]),
+                Commit([stage_block(node, "first", build_block(10))], [SettleRange("main", 0, 10)]),
+                Commit([stage_block(node, "second", build_block(8))], [SettleRange("first", 0, 2)]),
             ]
             tasks = [Task(partial(node.commits.commit, plan)) for plan in plans]
             for name in ("first", "second"):
@@ -356,10 +378,10 @@ class TestAfterTheStep:
             assert node.queue("main").low == 10
 
     def test_invalid_record_is_kept(self, tmp_path: Path) -> None:
-        with opened(tmp_path) as node:
+        with open_node(tmp_path) as node:
             commits = node.data / "commits"
         (commits / "0.commit").write_bytes(b"{garbage")
-        with opened(tmp_path):
+        with open_node(tmp_path):
             assert (commits / "0.failed").read_bytes() == b"{garbage"
 
 
@@ -367,9 +389,9 @@ def test_lanes_of_different_queues_commit_in_parallel(tmp_path: Path) -> None:
     """A commit that waits for room in a queue must not block the lane that empties the queue."""
     queues = {"main": {}, "b": {"kind": "memory", "size": 4}, "dead": {}}
     with Node(tmp_path, queues) as node:
-        node.queue("main").producer().publish_block(some(10))
+        node.queue("main").producer().publish_block(build_block(10))
         # An empty queue takes any commit: ten events enter room for four in steps.
-        commit = Commit([staged(node, "b", some(10))], [SettleRange("main", 0, 10)])
+        commit = Commit([stage_block(node, "b", build_block(10))], [SettleRange("main", 0, 10)])
         thread = threading.Thread(target=node.commits.commit, args=(commit,))
         thread.start()
         done = 0
@@ -379,7 +401,7 @@ def test_lanes_of_different_queues_commit_in_parallel(tmp_path: Path) -> None:
                 node.queue("b").wait_beyond(done, PATIENCE)
                 continue
             end = found[0] + found[1].num_rows
-            stage = staged(node, "dead", found[1])
+            stage = stage_block(node, "dead", found[1])
             assert node.commits.commit(Commit([stage], [SettleRange("b", found[0], end)]))
             done = end
         thread.join(PATIENCE)
@@ -389,7 +411,7 @@ def test_lanes_of_different_queues_commit_in_parallel(tmp_path: Path) -> None:
 
 def test_expired_stages_are_discarded(node: Node) -> None:
     with node:
-        stage = staged(node, "all", some(5))
+        stage = stage_block(node, "all", build_block(5))
         assert node.staging.discard_older(3600.0) == 0
         assert node.staging.discard_older(-1.0) == 1
         with pytest.raises(NoSuchStage):
@@ -399,6 +421,6 @@ def test_expired_stages_are_discarded(node: Node) -> None:
 
 def test_unfinished_stage_is_discarded_at_the_start(node: Node) -> None:
     with node:
-        with node.stage("all", some(1).schema) as stage:
-            stage.add(some(1))
+        with node.stage("all", build_block(1).schema) as stage:
+            stage.add(build_block(1))
         assert not list((node.data / "staging").iterdir())

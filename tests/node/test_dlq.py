@@ -19,7 +19,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from tests.contract.harness import wait_until
-from tests.node.conftest import Serve, Served, values
+from tests.node.conftest import Serve, ServedNode, values
 from turnlane.cli.app import app
 from turnlane.client import dead_letters
 from turnlane.client.dead_letters import DeadLetters, LetterFilter, SelectedLetters
@@ -37,7 +37,9 @@ QUEUES: dict[str, dict[str, Any]] = {
 NOON = datetime(2026, 11, 16, 12, tzinfo=UTC)
 
 
-def letters(numbers: range, reason: str = "Never", hour: int = 0, action: str = "alerts") -> Block:
+def build_letters(
+    numbers: range, reason: str = "Never", hour: int = 0, action: str = "alerts"
+) -> Block:
     """Return dead letters as a lane stages them."""
     keys = [f"key-{number % 3}" for number in numbers]
     rows = block_of([b"event %d" % number for number in numbers], keys=keys)
@@ -46,45 +48,45 @@ def letters(numbers: range, reason: str = "Never", hour: int = 0, action: str = 
     return make_dead_letter_block([letter], action, int(moment.timestamp() * 1e9), "v1")
 
 
-def bury(served: Served, block: Block, queue: str = "alerts.dead") -> None:
+def publish_letters(served: ServedNode, block: Block, queue: str = "alerts.dead") -> None:
     served.node.queue(queue).producer(ack="persisted").publish_block(block)
 
 
 @pytest.fixture
-def dead(serve: Serve) -> Served:
+def node_with_letters(serve: Serve) -> ServedNode:
     """A node with thirty dead letters of one action, with three reasons and three times."""
     served = serve(QUEUES)
     for hour, reason in enumerate(("Never", "PayloadTooLarge", "ValueError")):
-        bury(served, letters(range(hour * 10, hour * 10 + 10), reason, hour))
+        publish_letters(served, build_letters(range(hour * 10, hour * 10 + 10), reason, hour))
     return served
 
 
-def run(served: Served, *words: str, given: str | None = None) -> Result:
+def run_command(served: ServedNode, *words: str, given: str | None = None) -> Result:
     return CliRunner().invoke(app, ["dlq", *words, "--endpoint", served.url], input=given)
 
 
-def objects(result: Result) -> list[dict[str, Any]]:
+def parse_objects(result: Result) -> list[dict[str, Any]]:
     assert result.exit_code == 0, result.output
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def pending(served: Served, queue: str = "alerts.dead") -> int:
+def count_pending(served: ServedNode, queue: str = "alerts.dead") -> int:
     return served.node.queue(queue).find_unsettled(1).pending
 
 
-def numbers(served: Served, queue: str) -> list[int]:
+def read_numbers(served: ServedNode, queue: str) -> list[int]:
     return [int(value.split()[1]) for value in values(served.node, queue)]
 
 
-def test_list_groups_dead_letters_by_action_and_reason(dead: Served) -> None:
-    found = objects(run(dead, "list", "--json"))
+def test_list_groups_dead_letters_by_action_and_reason(node_with_letters: ServedNode) -> None:
+    found = parse_objects(run_command(node_with_letters, "list", "--json"))
     assert {each["reason"]: each["events"] for each in found} == {
         "Never": 10,
         "PayloadTooLarge": 10,
         "ValueError": 10,
     }
     assert {each["action"] for each in found} == {"alerts"}
-    table = run(dead, "list").stdout
+    table = run_command(node_with_letters, "list").stdout
     assert "PayloadTooLarge" in table
     assert "2026-11-16 13:00:00" in table
 
@@ -103,25 +105,28 @@ def test_list_groups_dead_letters_by_action_and_reason(dead: Served) -> None:
     ],
 )
 def test_show_selects_the_requested_dead_letters(
-    dead: Served, options: list[str], expected: range
+    node_with_letters: ServedNode, options: list[str], expected: range
 ) -> None:
-    found = objects(run(dead, "show", "alerts", "--json", *options))
+    found = parse_objects(run_command(node_with_letters, "show", "alerts", "--json", *options))
     assert [int(each["value"].split()[1]) for each in found] == list(expected)
     for each in found:
         assert (each["dead_action"], each["dead_config"]) == ("alerts", "v1")
 
 
-def test_show_prints_the_reason_and_the_event(dead: Served) -> None:
-    text = run(dead, "show", "alerts", "--limit", "1").stdout
+def test_show_prints_the_reason_and_the_event(node_with_letters: ServedNode) -> None:
+    text = run_command(node_with_letters, "show", "alerts", "--limit", "1").stdout
     assert text.splitlines()[:2] == ["0  2026-11-16 12:00:00  Never", "  refused: Never"]
     assert "  value: event 0" in text
-    assert run(dead, "show", "alerts", "--reason", "x").stdout == "there are none\n"
+    assert (
+        run_command(node_with_letters, "show", "alerts", "--reason", "x").stdout
+        == "there are none\n"
+    )
 
 
 def test_show_prints_any_content_of_an_event(serve: Serve) -> None:
     """Binary values, times that Python cannot represent, and control characters."""
     served = serve(QUEUES)
-    block = letters(range(2))
+    block = build_letters(range(2))
     times = pa.array([2**60, 0], block.schema.field("timestamp").type)
     headers = pa.array([[("a", "b")], []], block.schema.field("headers").type)
     for name, column in (
@@ -131,13 +136,15 @@ def test_show_prints_any_content_of_an_event(serve: Serve) -> None:
     ):
         block = block.set_column(block.schema.get_field_index(name), name, column)
     nanoseconds: Any = pa.array([1, None], pa.timestamp("ns", tz="UTC"))
-    bury(served, block.append_column("seen", nanoseconds))
+    publish_letters(served, block.append_column("seen", nanoseconds))
     condition = "timestamp LIKE '%Z' AND (seen IS NULL OR seen LIKE '%01Z')"
-    first, second = objects(run(served, "show", "alerts", "--json", "--where", condition))
+    first, second = parse_objects(
+        run_command(served, "show", "alerts", "--json", "--where", condition)
+    )
     assert (first["value_base64"], first["headers"]) == ("/wA=", {"a": "b"})
     assert first["timestamp"].endswith("Z")
     assert (second["value"], second["headers"]) == ("\x1b[2J", {})
-    assert "\x1b" not in run(served, "show", "alerts").stdout
+    assert "\x1b" not in run_command(served, "show", "alerts").stdout
 
 
 @pytest.mark.parametrize(
@@ -153,72 +160,79 @@ def test_show_prints_any_content_of_an_event(serve: Serve) -> None:
     ],
 )
 def test_impossible_request_is_refused_with_the_reason(
-    dead: Served, words: list[str], message: str
+    node_with_letters: ServedNode, words: list[str], message: str
 ) -> None:
-    result = run(dead, *words)
+    result = run_command(node_with_letters, *words)
     assert result.exit_code != 0
     assert message in result.output
-    assert pending(dead) == 30
+    assert count_pending(node_with_letters) == 30
 
 
 class TestReplay:
-    def test_resend_publishes_the_original_events(self, dead: Served) -> None:
-        (said,) = objects(run(dead, "replay", "alerts", "--reason", "Never", "--json"))
+    def test_resend_publishes_the_original_events(self, node_with_letters: ServedNode) -> None:
+        (said,) = parse_objects(
+            run_command(node_with_letters, "replay", "alerts", "--reason", "Never", "--json")
+        )
         assert said == {"action": "alerts", "to": "alerts", "events": 10}
-        assert numbers(dead, "alerts") == list(range(10))
-        found = dead.node.queue("alerts").read(0, 100)
+        assert read_numbers(node_with_letters, "alerts") == list(range(10))
+        found = node_with_letters.node.queue("alerts").read(0, 100)
         assert found is not None
         assert not [name for name in found[1].schema.names if name.startswith("dead_")]
         assert found[1].column("key").to_pylist()[:2] == ["key-0", "key-1"]
-        assert pending(dead) == 20
-        assert run(dead, "replay", "alerts").stdout == (
+        assert count_pending(node_with_letters) == 20
+        assert run_command(node_with_letters, "replay", "alerts").stdout == (
             "20 dead letters sent again, into queue alerts\n"
         )
-        assert numbers(dead, "alerts") == list(range(30))
+        assert read_numbers(node_with_letters, "alerts") == list(range(30))
 
-    def test_resend_respects_its_limit_and_target(self, dead: Served) -> None:
-        run(dead, "replay", "alerts", "--limit", "7", "--to", "main")
-        assert numbers(dead, "main") == list(range(7))
-        assert pending(dead) == 23
+    def test_resend_respects_its_limit_and_target(self, node_with_letters: ServedNode) -> None:
+        run_command(node_with_letters, "replay", "alerts", "--limit", "7", "--to", "main")
+        assert read_numbers(node_with_letters, "main") == list(range(7))
+        assert count_pending(node_with_letters) == 23
 
     @pytest.mark.parametrize("limit", [15, 30])
-    def test_two_concurrent_resends_send_an_event_once(self, dead: Served, limit: int) -> None:
+    def test_two_concurrent_resends_send_an_event_once(
+        self, node_with_letters: ServedNode, limit: int
+    ) -> None:
         """The slower command finds the events settled and changes nothing."""
-        node = dead.client().nodes[0]
+        node = node_with_letters.client().nodes[0]
 
         def another_one() -> None:
             DeadLetters(node, "alerts").replay(LetterFilter(), "alerts", limit, lambda _: None)
 
         mine = DeadLetters(node, "alerts")
         chosen = mine.chosen
-        mine.chosen = lambda *given: _after(another_one, chosen(*given))  # type: ignore[method-assign]
+        mine.chosen = lambda *given: _call_after_selection(another_one, chosen(*given))  # type: ignore[method-assign]
         if limit < 30:
             with pytest.raises(RetryLater, match="another consumer has settled"):
                 mine.replay(LetterFilter(), "alerts", None, lambda _: None)
         else:
             assert mine.replay(LetterFilter(), "alerts", None, lambda _: None) == 0
-        assert sorted(numbers(dead, "alerts")) == list(range(limit))
-        assert len(dead.node.staging) == 0
+        assert sorted(read_numbers(node_with_letters, "alerts")) == list(range(limit))
+        assert len(node_with_letters.node.staging) == 0
 
     def test_resend_skips_letters_that_die_again_while_it_runs(
-        self, dead: Served, monkeypatch: pytest.MonkeyPatch
+        self, node_with_letters: ServedNode, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(dead_letters, "STEP", 10)
         died: list[int] = []
 
         def die_again(count: int) -> None:
             died.extend(range(len(died), len(died) + count))
-            bury(dead, letters(range(died[-count], died[-1] + 1)))
+            publish_letters(node_with_letters, build_letters(range(died[-count], died[-1] + 1)))
 
-        mine = DeadLetters(dead.client().nodes[0], "alerts")
+        mine = DeadLetters(node_with_letters.client().nodes[0], "alerts")
         assert mine.replay(LetterFilter(), "alerts", None, die_again) == 30
-        assert (numbers(dead, "alerts"), died) == (list(range(30)), list(range(30)))
-        assert pending(dead) == 30
+        assert (read_numbers(node_with_letters, "alerts"), died) == (
+            list(range(30)),
+            list(range(30)),
+        )
+        assert count_pending(node_with_letters) == 30
 
     def test_killed_resend_loses_nothing_and_sends_nothing_twice(self, serve: Serve) -> None:
         served = serve(QUEUES)
         count = 50_000
-        bury(served, letters(range(count)))
+        publish_letters(served, build_letters(range(count)))
         command = [sys.executable, "-m", "turnlane", "dlq", "replay", "alerts"]
         kills = 0
         for _ in range(3):
@@ -240,12 +254,14 @@ class TestReplay:
         subprocess.run(
             [*command, "--endpoint", served.url], check=True, timeout=PATIENCE, capture_output=True
         )
-        assert Counter(numbers(served, "alerts")) == Counter(range(count))
-        assert pending(served) == 0
+        assert Counter(read_numbers(served, "alerts")) == Counter(range(count))
+        assert count_pending(served) == 0
         assert all(queue.stats().ledger.adds_up for queue in served.node.queues().values())
 
 
-def _after(do: Callable[[], None], pieces: Iterator[SelectedLetters]) -> Iterator[SelectedLetters]:
+def _call_after_selection(
+    do: Callable[[], None], pieces: Iterator[SelectedLetters]
+) -> Iterator[SelectedLetters]:
     """Yield the pieces; call a function between selection and use."""
     for piece in pieces:
         do()
@@ -253,55 +269,64 @@ def _after(do: Callable[[], None], pieces: Iterator[SelectedLetters]) -> Iterato
 
 
 class TestPurge:
-    def test_purge_asks_for_confirmation(self, dead: Served) -> None:
-        refused = run(dead, "purge", "alerts", "--key", "key-2", given="n\n")
+    def test_purge_asks_for_confirmation(self, node_with_letters: ServedNode) -> None:
+        refused = run_command(node_with_letters, "purge", "alerts", "--key", "key-2", given="n\n")
         assert refused.exit_code == 1
         assert "Throw 10 dead letters of alerts away for good (key key-2)?" in refused.output
-        assert pending(dead) == 30
-        assert not dead.node.audit.path.exists()
+        assert count_pending(node_with_letters) == 30
+        assert not node_with_letters.node.audit.path.exists()
 
     def test_purge_removes_only_the_confirmed_letters(
-        self, dead: Served, monkeypatch: pytest.MonkeyPatch
+        self, node_with_letters: ServedNode, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def agree(*_: object, **__: object) -> bool:
-            bury(dead, letters(range(30, 40)))
+            publish_letters(node_with_letters, build_letters(range(30, 40)))
             return True
 
         monkeypatch.setattr(typer, "confirm", agree)
-        assert run(dead, "purge", "alerts").stdout == "30 dead letters thrown away\n"
-        assert numbers(dead, "alerts.dead") == list(range(30, 40))
+        assert (
+            run_command(node_with_letters, "purge", "alerts").stdout
+            == "30 dead letters thrown away\n"
+        )
+        assert read_numbers(node_with_letters, "alerts.dead") == list(range(30, 40))
 
-    def test_purge_removes_the_selection_and_writes_the_audit_log(self, dead: Served) -> None:
-        done = run(dead, "purge", "alerts", "--key", "key-2", "--yes")
+    def test_purge_removes_the_selection_and_writes_the_audit_log(
+        self, node_with_letters: ServedNode
+    ) -> None:
+        done = run_command(node_with_letters, "purge", "alerts", "--key", "key-2", "--yes")
         assert done.stdout == "10 dead letters thrown away\n"
-        assert pending(dead) == 20
-        (line,) = dead.node.audit.path.read_text().splitlines()
+        assert count_pending(node_with_letters) == 20
+        (line,) = node_with_letters.node.audit.path.read_text().splitlines()
         noted = json.loads(line)
         assert (noted["what"], noted["queue"], noted["events"]) == ("purge", "alerts.dead", 10)
         assert noted["why"] == "dlq: key key-2"
         assert noted["time"]
-        ledger = dead.node.queue("alerts.dead").stats().ledger
+        ledger = node_with_letters.node.queue("alerts.dead").stats().ledger
         assert (ledger.dead, ledger.pending) == (10, 20)
-        assert run(dead, "purge", "alerts", "--yes", "--json").stdout == (
+        assert run_command(node_with_letters, "purge", "alerts", "--yes", "--json").stdout == (
             '{"action": "alerts", "events": 20}\n'
         )
-        assert run(dead, "list").stdout == "there are no dead letters\n"
+        assert run_command(node_with_letters, "list").stdout == "there are no dead letters\n"
 
-    def test_purge_without_a_writable_audit_log_removes_nothing(self, dead: Served) -> None:
-        dead.node.audit.path.mkdir()
-        result = run(dead, "purge", "alerts", "--yes")
+    def test_purge_without_a_writable_audit_log_removes_nothing(
+        self, node_with_letters: ServedNode
+    ) -> None:
+        node_with_letters.node.audit.path.mkdir()
+        result = run_command(node_with_letters, "purge", "alerts", "--yes")
         assert result.exit_code == 75
         assert "cannot write audit.jsonl" in result.output
-        assert pending(dead) == 30
+        assert count_pending(node_with_letters) == 30
 
 
 def test_letters_with_different_columns_are_shown_together(serve: Serve) -> None:
     """For example after a change of parsing: missing columns are null."""
     served = serve(QUEUES)
-    bury(served, letters(range(2)))
-    more = letters(range(2, 4))
-    bury(served, more.append_column("level", more.column("dead_attempts")))
-    found = objects(run(served, "show", "alerts", "--json", "--where", "level IS NULL"))
+    publish_letters(served, build_letters(range(2)))
+    more = build_letters(range(2, 4))
+    publish_letters(served, more.append_column("level", more.column("dead_attempts")))
+    found = parse_objects(
+        run_command(served, "show", "alerts", "--json", "--where", "level IS NULL")
+    )
     assert [each["value"] for each in found] == ["event 0", "event 1"]
 
 
@@ -312,17 +337,17 @@ def test_large_letters_are_read_in_small_batches(
     monkeypatch.setattr(dead_letters, "STEP_BYTES", 1)
     served = serve({**QUEUES, "alerts.dead": {"memory_bytes": 1, "durability": "always"}})
     for first in (0, 10, 20):
-        bury(served, letters(range(first, first + 10)))
+        publish_letters(served, build_letters(range(first, first + 10)))
     steps: list[int] = []
     mine = DeadLetters(served.client().nodes[0], "alerts")
     assert mine.replay(LetterFilter(), "alerts", 25, steps.append) == 25
     assert steps == [10, 10, 5]
-    assert numbers(served, "alerts") == list(range(25))
-    assert pending(served) == 5
+    assert read_numbers(served, "alerts") == list(range(25))
+    assert count_pending(served) == 5
 
 
-def test_invalid_condition_is_refused_before_any_change(dead: Served) -> None:
-    node = dead.client().nodes[0]
+def test_invalid_condition_is_refused_before_any_change(node_with_letters: ServedNode) -> None:
+    node = node_with_letters.client().nodes[0]
     with pytest.raises(ConfigError):
         DeadLetters(node, "alerts").purge(LetterFilter(where="x >"), None, lambda _: None)
-    assert pending(dead) == 30
+    assert count_pending(node_with_letters) == 30

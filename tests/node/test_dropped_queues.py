@@ -19,26 +19,26 @@ def fill(node: Node, *, kind: str = "disk") -> None:
     node.create("orders", kind=kind).producer().publish(b"old")
 
 
-def names(data: Path) -> list[str]:
+def list_directories(data: Path) -> list[str]:
     return sorted(path.name for path in (data / "queues").iterdir())
 
 
 def test_dropped_queue_whose_directory_cannot_be_deleted_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(_: Path) -> None:
+    def refuse_rename(_: Path) -> None:
         raise OSError(16, "busy")
 
     with Node(tmp_path) as node:
         fill(node)
         with monkeypatch.context() as patch:
-            patch.setattr(shutil, "rmtree", refuse)
+            patch.setattr(shutil, "rmtree", refuse_rename)
             node.drop("orders")
-        assert len(names(tmp_path)) == 1
+        assert len(list_directories(tmp_path)) == 1
         assert node.create("orders").end == 0
     caplog.clear()
     with Node(tmp_path) as node:
-        assert names(tmp_path) == ["orders"]
+        assert list_directories(tmp_path) == ["orders"]
         assert node.queue("orders").end == 0
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
@@ -58,7 +58,7 @@ def test_dropped_queue_that_was_not_renamed_does_not_come_back(
             node.queue("orders")
         with pytest.raises(StorageFailed, match="put"):
             node.create("orders")
-        assert names(tmp_path) == ["orders"]
+        assert list_directories(tmp_path) == ["orders"]
     with Node(tmp_path, queues) as node:
         assert node.create("orders").end == 0
         fill(node)
@@ -74,7 +74,7 @@ def test_drop_can_be_repeated_once_the_disk_works(tmp_path: Path) -> None:
         with pytest.raises(StorageFailed):
             node.drop("orders")
         assert node.create("orders").end == 0
-        assert names(tmp_path) == ["orders"]
+        assert list_directories(tmp_path) == ["orders"]
     with Node(tmp_path) as node:
         assert node.queue("orders").end == 0
 
@@ -85,12 +85,12 @@ def test_slow_deletion_does_not_block_other_calls(
     deleting, over = threading.Event(), threading.Event()
     delete = shutil.rmtree
 
-    def slowly(path: Path) -> None:
+    def delete_slowly(path: Path) -> None:
         deleting.set()
         assert over.wait(PATIENCE)
         delete(path)
 
-    monkeypatch.setattr(shutil, "rmtree", slowly)
+    monkeypatch.setattr(shutil, "rmtree", delete_slowly)
     with Node(tmp_path) as node, ThreadPoolExecutor(2) as threads:
         fill(node)
         dropping = threads.submit(node.drop, "orders")
@@ -101,7 +101,7 @@ def test_slow_deletion_does_not_block_other_calls(
         finally:
             over.set()
         dropping.result(PATIENCE)
-        assert names(tmp_path) == ["orders"]
+        assert list_directories(tmp_path) == ["orders"]
 
 
 def test_drop_of_a_memory_queue_keeps_a_directory_of_its_name(tmp_path: Path) -> None:

@@ -17,8 +17,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.contract.harness import Task, wait_until
-from tests.node.lane import EVENTS, QUEUES, contents, copied, opened, staged, start
-from tests.node.test_commit_order import KNOBS, await_blocked, some, steps
+from tests.node.lane import (
+    EVENTS,
+    QUEUES,
+    open_node,
+    open_until_killed,
+    read_contents,
+    stage_block,
+    stage_copies,
+)
+from tests.node.test_commit_order import (
+    KNOBS,
+    build_block,
+    list_record_suffixes,
+    wait_until_blocked,
+)
 from turnlane.errors import NoSuchStage, QueueClosed
 from turnlane.events import Block, block_of, get_values
 from turnlane.intervals import COPY_SCHEMA
@@ -51,30 +64,30 @@ WHOLE = [SettleRange("main", 0, EVENTS)]
 def interrupt(data: Path, more: Sequence[bytes] = ()) -> None:
     """Leave a commit with only its record written; ``more`` is staged for ``all``."""
     disk = FaultyDisk()
-    with opened(data, disk) as node:
-        stages = copied(node, 0, EVENTS)
+    with open_node(data, disk) as node:
+        stages = stage_copies(node, 0, EVENTS)
         if more:
-            stages.append(staged(node, "all", block_of(more)))
+            stages.append(stage_block(node, "all", block_of(more)))
         disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
         task = Task(lambda: node.commits.commit(Commit(stages, WHOLE)))
-        wait_until(lambda: steps(node) == [".commit"], "the step")
+        wait_until(lambda: list_record_suffixes(node) == [".commit"], "the step")
         node.close()
         with pytest.raises(QueueClosed):
             task.result()
 
 
 def check_all(node: Node) -> None:
-    assert contents(node.queue("all")) == ALL
-    assert contents(node.queue("odd")) == ODD
+    assert read_contents(node.queue("all")) == ALL
+    assert read_contents(node.queue("odd")) == ODD
     assert node.queue("main").low == EVENTS
-    assert steps(node) == []
+    assert list_record_suffixes(node) == []
     assert not list(node.staging.directory.iterdir())
 
 
 def test_copy_of_few_events_releases_the_source_block() -> None:
     """This includes columns that have only nulls."""
     before = pa.total_allocated_bytes()
-    block = _received(1000)
+    block = _build_received_block(1000)
     chosen = event_refs._select_rows(block.slice(100, 800), np.array([7, 9]))
     assert chosen.schema == block.schema
     del block
@@ -83,7 +96,7 @@ def test_copy_of_few_events_releases_the_source_block() -> None:
     assert chosen.column("key").to_pylist() == [None, None]
 
 
-def _received(rows: int) -> Block:
+def _build_received_block(rows: int) -> Block:
     """Return a block in one piece of memory, as in a frame."""
     columns: list[Any] = [
         pa.array([bytes(1000)] * rows),
@@ -95,10 +108,10 @@ def _received(rows: int) -> Block:
 
 
 def test_reference_stage_holds_no_events_before_the_commit(tmp_path: Path) -> None:
-    with opened(tmp_path) as node:
+    with open_node(tmp_path) as node:
         main = node.queue("main")
         main.producer(ack="persisted").publish_block(block_of([b"x" * 100_000]))
-        copied(node, 0, EVENTS + 1)
+        stage_copies(node, 0, EVENTS + 1)
         files = list(node.staging.directory.iterdir())
         assert len(files) == 2
         assert sum(path.stat().st_size for path in files) < 10_000
@@ -106,7 +119,7 @@ def test_reference_stage_holds_no_events_before_the_commit(tmp_path: Path) -> No
 
 def test_start_copies_committed_references(tmp_path: Path) -> None:
     interrupt(tmp_path)
-    with opened(tmp_path) as node:
+    with open_node(tmp_path) as node:
         check_all(node)
 
 
@@ -117,28 +130,28 @@ class TestNotOpen:
         interrupt(tmp_path)
         for _ in range(2):
             with Node(tmp_path, {name: QUEUES[name] for name in ("main", "all")}) as node:
-                assert contents(node.queue("all")) == ALL
+                assert read_contents(node.queue("all")) == ALL
                 assert node.queue("main").low == EVENTS
-                assert steps(node) == [".failed"]
-        with opened(tmp_path) as node:
+                assert list_record_suffixes(node) == [".failed"]
+        with open_node(tmp_path) as node:
             check_all(node)
 
     def test_part_without_its_source_queue_waits(self, tmp_path: Path) -> None:
         interrupt(tmp_path)
         with Node(tmp_path, {name: QUEUES[name] for name in ("odd", "all")}) as node:
-            assert contents(node.queue("all")) == []
-            assert steps(node) == [".failed"]
-        with opened(tmp_path) as node:
+            assert read_contents(node.queue("all")) == []
+            assert list_record_suffixes(node) == [".failed"]
+        with open_node(tmp_path) as node:
             check_all(node)
 
 
 def test_refused_part_is_kept_and_the_rest_is_published(tmp_path: Path) -> None:
     interrupt(tmp_path)
     with Node(tmp_path, NARROW) as node:
-        assert contents(node.queue("all")) == ALL
+        assert read_contents(node.queue("all")) == ALL
         assert node.queue("main").low == EVENTS
-        assert steps(node) == [".failed"]
-    with opened(tmp_path) as node:
+        assert list_record_suffixes(node) == [".failed"]
+    with open_node(tmp_path) as node:
         check_all(node)
 
 
@@ -148,34 +161,34 @@ def test_recreated_source_queue_is_refused(tmp_path: Path) -> None:
     with Node(tmp_path, queues) as node:
         node.create("main", **QUEUES["main"])
         node.queue("main").producer(ack="persisted").publish_block(block_of(ALL))
-        stages = copied(node, 0, EVENTS)
+        stages = stage_copies(node, 0, EVENTS)
         node.drop("main")
         node.create("main", **QUEUES["main"])
-        node.queue("main").producer(ack="persisted").publish_block(some(b"new", EVENTS))
+        node.queue("main").producer(ack="persisted").publish_block(build_block(b"new", EVENTS))
         with pytest.raises(NoSuchStage, match="which was dropped"):
             node.commits.commit(Commit(stages, WHOLE))
-        assert contents(node.queue("all")) == []
+        assert read_contents(node.queue("all")) == []
         assert node.queue("main").low == 0
 
 
 def test_start_does_not_copy_from_a_recreated_source_queue(tmp_path: Path) -> None:
     interrupt(tmp_path)
     shutil.rmtree(tmp_path / "queues" / "main")
-    with opened(tmp_path) as node:  # fills a new frame
-        assert contents(node.queue("all")) == []
-        assert contents(node.queue("main")) == ALL
-        assert steps(node) == []
+    with open_node(tmp_path) as node:  # fills a new frame
+        assert read_contents(node.queue("all")) == []
+        assert read_contents(node.queue("main")) == ALL
+        assert list_record_suffixes(node) == []
 
 
 def test_settled_events_are_skipped_and_numbers_continue(tmp_path: Path) -> None:
-    with opened(tmp_path) as node:
-        stages = copied(node, 0, 20)
+    with open_node(tmp_path) as node:
+        stages = stage_copies(node, 0, 20)
         node.queue("main").settle(0, 6)
         node.commits.commit(Commit(stages, [SettleRange("main", 0, 20)]))
-        node.commits.commit(Commit(copied(node, 20, 10), [SettleRange("main", 20, 30)]))
-        node.commits.commit(Commit([staged(node, "all", block_of([b"more"]))]))
-        assert contents(node.queue("all")) == [*ALL[6:], b"more"]
-        assert contents(node.queue("odd")) == ALL[7::2]
+        node.commits.commit(Commit(stage_copies(node, 20, 10), [SettleRange("main", 20, 30)]))
+        node.commits.commit(Commit([stage_block(node, "all", block_of([b"more"]))]))
+        assert read_contents(node.queue("all")) == [*ALL[6:], b"more"]
+        assert read_contents(node.queue("odd")) == ALL[7::2]
 
 
 def test_restaged_events_after_a_gap_keep_their_numbers(
@@ -183,14 +196,14 @@ def test_restaged_events_after_a_gap_keep_their_numbers(
 ) -> None:
     """Otherwise events that are not in the queue yet would look like repeats."""
 
-    def with_gap(queue: BufferedQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
+    def publish_with_gap(queue: BufferedQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
         yield from read_range(queue, first, 10)
         yield from read_range(queue, 20, end)
 
-    with opened(tmp_path) as node:
-        part = CommitPart(copied(node, 0, EVENTS)[0], "all", 7, None, "main", EVENTS)
+    with open_node(tmp_path) as node:
+        part = CommitPart(stage_copies(node, 0, EVENTS)[0], "all", 7, None, "main", EVENTS)
         node.queue("main").settle(10, 20)
-        monkeypatch.setattr(event_refs, "read_range", with_gap)
+        monkeypatch.setattr(event_refs, "read_range", publish_with_gap)
         found = restage_events(part, node.staging, {"main": node.queue("main")})
         assert [each[1:] for each in found] == [(0, 10), (20, 10)]
         second = CommitPart(found[1].stage, "all", 27)
@@ -202,12 +215,12 @@ def test_unreadable_reference_stage_settles_nothing(tmp_path: Path) -> None:
     saved = {path: path.read_bytes() for path in (tmp_path / "staging").iterdir()}
     for path in saved:
         path.write_bytes(b"garbage")
-    with opened(tmp_path) as node:
+    with open_node(tmp_path) as node:
         assert node.queue("main").low == 0
-        assert steps(node) == [".commit"]
+        assert list_record_suffixes(node) == [".commit"]
     for path, content in saved.items():
         path.write_bytes(content)
-    with opened(tmp_path) as node:
+    with open_node(tmp_path) as node:
         check_all(node)
 
 
@@ -226,8 +239,8 @@ def test_unreadable_event_delays_the_commit(
         yield from read_range(queue, first, gap[0])
         yield from read_range(queue, gap[1], end)
 
-    with opened(tmp_path) as node:
-        stages = copied(node, 0, EVENTS)
+    with open_node(tmp_path) as node:
+        stages = stage_copies(node, 0, EVENTS)
         monkeypatch.setattr(event_refs, "read_range", later)
         node.commits.commit(Commit(stages, WHOLE))
         assert tries == [0, 0, 0]
@@ -245,11 +258,11 @@ def test_temporary_read_errors_lose_no_event(
             pauses.append(timeout)
             return self.is_set()
 
-    with opened(tmp_path):
+    with open_node(tmp_path):
         pass  # the events are then only on disk
     disk = FaultyDisk()
-    with opened(tmp_path, disk) as node:
-        stages = copied(node, 0, EVENTS)
+    with open_node(tmp_path, disk) as node:
+        stages = stage_copies(node, 0, EVENTS)
         disk.fail("read", match=".chunk", times=2)
         monkeypatch.setattr(node.commits, "_closing", Closing())
         node.commits.commit(Commit(stages, WHOLE))
@@ -278,11 +291,11 @@ class TestKept:
         for nth in range(1, total + 1):
             shutil.rmtree(at)
             shutil.copytree(data, at)
-            life = nursery.Process(target=start, args=(at, queues, op, nth))
+            life = nursery.Process(target=open_until_killed, args=(at, queues, op, nth))
             life.start()
             life.join(60.0)
             assert life.exitcode == -9
-            with opened(at) as node:
+            with open_node(at) as node:
                 check_all(node)
 
     @pytest.mark.parametrize("match", [".commit", ".journal"])
@@ -293,11 +306,11 @@ class TestKept:
         disk = FaultyDisk()
         disk.fail("write", error=errno.ENOSPC, match=match, times=3)
         with Node(tmp_path, queues, disk=disk) as node:
-            wait_until(lambda: steps(node) == [".failed"], "what is left")
-            assert contents(node.queue("all")) == ALL
+            wait_until(lambda: list_record_suffixes(node) == [".failed"], "what is left")
+            assert read_contents(node.queue("all")) == ALL
             left = node.staging.directory
             wait_until(lambda: len(list(left.iterdir())) == 1, "the other stages to be gone")
-        with opened(tmp_path) as node:
+        with open_node(tmp_path) as node:
             check_all(node)
 
 
@@ -307,10 +320,10 @@ def test_part_that_waits_for_its_source_keeps_its_order(tmp_path: Path) -> None:
     interrupt(tmp_path, more)
     for _ in range(2):
         with Node(tmp_path, {name: QUEUES[name] for name in ("odd", "all")}) as node:
-            assert contents(node.queue("all")) == []
-    with opened(tmp_path) as node:
-        assert contents(node.queue("all")) == [*ALL, *more]
-        assert contents(node.queue("odd")) == ODD
+            assert read_contents(node.queue("all")) == []
+    with open_node(tmp_path) as node:
+        assert read_contents(node.queue("all")) == [*ALL, *more]
+        assert read_contents(node.queue("odd")) == ODD
 
 
 def test_source_dropped_during_the_commit_drops_its_events(
@@ -323,31 +336,31 @@ def test_source_dropped_during_the_commit_drops_its_events(
         for at in range(0, EVENTS, 10):  # each in its own frame
             producer.publish_block(block_of(ALL[at : at + 10]))
     with Node(tmp_path, queues) as node:
-        stages = copied(node, 0, EVENTS)
+        stages = stage_copies(node, 0, EVENTS)
         task = Task(lambda: node.commits.commit(Commit(stages)))
-        await_blocked(node.queue("all"))
+        wait_until_blocked(node.queue("all"))
         node.drop("main")
         everything = node.queue("all")
 
-        def is_through() -> bool:
+        def is_complete() -> bool:
             everything.settle(0, everything.end)
             return not task.running
 
-        wait_until(is_through, "the commit, for which room is made")
+        wait_until(is_complete, "the commit, for which room is made")
         task.result()
         assert "commit.source_dropped queue=" in caplog.text
-        assert node.commits.commit(Commit([staged(node, "all", block_of([b"more"]))]))
+        assert node.commits.commit(Commit([stage_block(node, "all", block_of([b"more"]))]))
 
 
 def test_unreadable_reference_stage_does_not_prevent_the_start(tmp_path: Path) -> None:
     interrupt(tmp_path)
     with Node(tmp_path, {name: QUEUES[name] for name in ("odd", "all")}) as node:
-        assert steps(node) == [".failed"]
+        assert list_record_suffixes(node) == [".failed"]
     for path in (tmp_path / "staging").iterdir():
         path.write_bytes(b"garbage")
-    with opened(tmp_path) as node:
-        assert steps(node) == [".failed"]
-        assert contents(node.queue("main")) == ALL
+    with open_node(tmp_path) as node:
+        assert list_record_suffixes(node) == [".failed"]
+        assert read_contents(node.queue("main")) == ALL
 
 
 @pytest.mark.parametrize(
@@ -390,17 +403,17 @@ def test_encoded_references_decode_to_the_same_offsets(offsets: set[int]) -> Non
 
 
 def test_unordered_references_are_sorted(tmp_path: Path) -> None:
-    with opened(tmp_path) as node:
+    with open_node(tmp_path) as node:
         with node.copy(node.queue("main"), ["all"]) as copying:
             for first in (20, 0, 10, 15):
-                copying.add(places_of(first, 10))
+                copying.add(build_offsets(first, 10))
             stages = copying.finish()
         node.commits.commit(Commit(stages, WHOLE))
-        node.commits.commit(Commit([staged(node, "all", block_of([b"more"]))]))
-        assert contents(node.queue("all")) == [*ALL, b"more"]
+        node.commits.commit(Commit([stage_block(node, "all", block_of([b"more"]))]))
+        assert read_contents(node.queue("all")) == [*ALL, b"more"]
 
 
-def places_of(first: int, count: int) -> Block:
+def build_offsets(first: int, count: int) -> Block:
     offsets = np.arange(first, first + count)
     return pa.record_batch(
         [pa.array(offsets), pa.array(np.ones(count, np.int64))], schema=COPY_SCHEMA

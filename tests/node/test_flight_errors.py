@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pyarrow import flight
 
 from tests.contract.harness import wait_until
-from tests.node.conftest import Served, Stream, values
+from tests.node.conftest import ServedNode, Stream, values
 from turnlane.errors import StorageFailed
 from turnlane.events import block_of
 from turnlane.node.flight.actions import ACTIONS, Actions
@@ -46,7 +46,7 @@ COMMANDS = st.binary(max_size=60) | st.dictionaries(
 
 
 @pytest.fixture
-def well(served: Served) -> Iterator[Served]:
+def healthy_node(served: ServedNode) -> Iterator[ServedNode]:
     """A node that must work when the test ends."""
     yield served
     stream = served.stream("disk", "in the end")
@@ -56,7 +56,7 @@ def well(served: Served) -> Iterator[Served]:
     assert served.node.leases is not None
 
 
-def _refused(call: Callable[[], object]) -> str:
+def _catch_refusal(call: Callable[[], object]) -> str:
     """Return the error of a refused call, which must not be an internal error of the node."""
     with pytest.raises(REFUSALS) as refusal:
         call()
@@ -67,7 +67,7 @@ def _refused(call: Callable[[], object]) -> str:
     return text
 
 
-def _survived(call: Callable[[], object]) -> None:
+def _allow_refusal(call: Callable[[], object]) -> None:
     """Allow any refusal except an internal error of the node."""
     said = "turnlane:"
     try:
@@ -78,7 +78,9 @@ def _survived(call: Callable[[], object]) -> None:
     assert "turnlane:Bug" not in said
 
 
-def _put(served: Served, command: bytes, *blocks: pa.RecordBatch, metadata: bytes = b"") -> None:
+def _put(
+    served: ServedNode, command: bytes, *blocks: pa.RecordBatch, metadata: bytes = b""
+) -> None:
     stream = Stream(served.flight(), command)
     try:
         for block in blocks:
@@ -93,28 +95,32 @@ def _put(served: Served, command: bytes, *blocks: pa.RecordBatch, metadata: byte
 
 @together
 @given(command=COMMANDS)
-def test_invalid_command_of_a_stream_is_refused(well: Served, command: bytes) -> None:
-    _survived(lambda: _put(well, command))
+def test_invalid_command_of_a_stream_is_refused(healthy_node: ServedNode, command: bytes) -> None:
+    _allow_refusal(lambda: _put(healthy_node, command))
 
 
 @together
 @given(command=COMMANDS)
-def test_invalid_ticket_is_refused(well: Served, command: bytes) -> None:
+def test_invalid_ticket_is_refused(healthy_node: ServedNode, command: bytes) -> None:
     if b'"wait"' in command:
         return  # it might be a valid one
-    _survived(lambda: well.flight().do_get(flight.Ticket(command)).read_all())
+    _allow_refusal(lambda: healthy_node.flight().do_get(flight.Ticket(command)).read_all())
 
 
 @together
 @given(kind=st.sampled_from(sorted(set(ACTIONS) - {"wait", "drop"})) | st.text(), body=COMMANDS)
-def test_invalid_body_of_an_action_is_refused(well: Served, kind: str, body: bytes) -> None:
-    _survived(lambda: list(well.flight().do_action(flight.Action(kind, body))))
+def test_invalid_body_of_an_action_is_refused(
+    healthy_node: ServedNode, kind: str, body: bytes
+) -> None:
+    _allow_refusal(lambda: list(healthy_node.flight().do_action(flight.Action(kind, body))))
 
 
 @together
 @given(metadata=COMMANDS)
-def test_invalid_metadata_of_a_block_is_refused(well: Served, metadata: bytes) -> None:
-    _survived(lambda: _put(well, b'{"publish": "memory"}', block_of([]), metadata=metadata))
+def test_invalid_metadata_of_a_block_is_refused(healthy_node: ServedNode, metadata: bytes) -> None:
+    _allow_refusal(
+        lambda: _put(healthy_node, b'{"publish": "memory"}', block_of([]), metadata=metadata)
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,8 +140,10 @@ def test_invalid_metadata_of_a_block_is_refused(well: Served, metadata: bytes) -
         (b'{"publish": "disk", "producer": "' + b"x" * MAX_COMMAND + b'"}', "are allowed"),
     ],
 )
-def test_error_of_a_wrong_command_names_the_field(well: Served, command: bytes, said: str) -> None:
-    assert said in _refused(lambda: _put(well, command))
+def test_error_of_a_wrong_command_names_the_field(
+    healthy_node: ServedNode, command: bytes, said: str
+) -> None:
+    assert said in _catch_refusal(lambda: _put(healthy_node, command))
 
 
 @pytest.mark.parametrize(
@@ -152,10 +160,10 @@ def test_error_of_a_wrong_command_names_the_field(well: Served, command: bytes, 
     ],
 )
 def test_error_of_a_wrong_ticket_names_the_field(
-    well: Served, ticket: dict[str, Any], said: str
+    healthy_node: ServedNode, ticket: dict[str, Any], said: str
 ) -> None:
     made = flight.Ticket(json.dumps(ticket).encode())
-    assert said in _refused(lambda: well.flight().do_get(made).read_all())
+    assert said in _catch_refusal(lambda: healthy_node.flight().do_get(made).read_all())
 
 
 @pytest.mark.parametrize(
@@ -178,46 +186,46 @@ def test_error_of_a_wrong_ticket_names_the_field(
     ],
 )
 def test_error_of_a_wrong_action_names_the_field(
-    well: Served, kind: str, body: dict[str, Any], said: str
+    healthy_node: ServedNode, kind: str, body: dict[str, Any], said: str
 ) -> None:
-    assert said in _refused(lambda: well.act(kind, **body))
+    assert said in _catch_refusal(lambda: healthy_node.act(kind, **body))
 
 
-def test_abort_of_an_unknown_stage_succeeds(well: Served) -> None:
-    assert well.act("abort", stages=["gone", "../../x"]) == {}
+def test_abort_of_an_unknown_stage_succeeds(healthy_node: ServedNode) -> None:
+    assert healthy_node.act("abort", stages=["gone", "../../x"]) == {}
 
 
 # ── invalid blocks ───────────────────────────────────────────────────────────────────────────────
 
 
-def test_wrong_column_is_refused_and_named(well: Served) -> None:
+def test_wrong_column_is_refused_and_named(healthy_node: ServedNode) -> None:
     block = pa.record_batch({"value": pa.array(["text"])})
     descriptor = flight.FlightDescriptor.for_command(b'{"publish": "disk"}')
 
     def put() -> None:
-        writer, _ = well.flight().do_put(descriptor, block.schema)
+        writer, _ = healthy_node.flight().do_put(descriptor, block.schema)
         try:
             writer.write_batch(block)
         finally:
             writer.close()
 
-    assert "turnlane:SchemaMismatch: column 'value' is string" in _refused(put)
-    assert values(well.node, "disk") == []
+    assert "turnlane:SchemaMismatch: column 'value' is string" in _catch_refusal(put)
+    assert values(healthy_node.node, "disk") == []
 
 
-def test_stage_with_a_wrong_column_is_refused_at_once(well: Served) -> None:
+def test_stage_with_a_wrong_column_is_refused_at_once(healthy_node: ServedNode) -> None:
     schema = pa.schema([("value", pa.int64())])
     descriptor = flight.FlightDescriptor.for_command(b'{"stage": "disk"}')
 
     def put() -> None:
-        writer, _ = well.flight().do_put(descriptor, schema)
+        writer, _ = healthy_node.flight().do_put(descriptor, schema)
         writer.close()
 
-    assert "turnlane:SchemaMismatch" in _refused(put)
-    assert len(well.node.staging) == 0
+    assert "turnlane:SchemaMismatch" in _catch_refusal(put)
+    assert len(healthy_node.node.staging) == 0
 
 
-def _forged(kind: pa.DataType, offsets: list[int], data: bytes) -> pa.RecordBatch:
+def _forge_block(kind: pa.DataType, offsets: list[int], data: bytes) -> pa.RecordBatch:
     """Return a column with invalid offsets or bytes."""
     honest = np.minimum(np.arange(len(offsets), dtype=np.int32), len(data))
     honest[-1] = len(data)
@@ -231,80 +239,89 @@ def _forged(kind: pa.DataType, offsets: list[int], data: bytes) -> pa.RecordBatc
 @pytest.mark.parametrize(
     "block",
     [
-        _forged(pa.binary(), [0, 1 << 30, 5], b"short"),
-        _forged(pa.binary(), [0, 4, 2, 9], b"backwards"),
-        _forged(pa.binary(), [0, -5, 8], b"negative"),
-        _forged(pa.string(), [0, 2], b"\xff\xfe"),
+        _forge_block(pa.binary(), [0, 1 << 30, 5], b"short"),
+        _forge_block(pa.binary(), [0, 4, 2, 9], b"backwards"),
+        _forge_block(pa.binary(), [0, -5, 8], b"negative"),
+        _forge_block(pa.string(), [0, 2], b"\xff\xfe"),
     ],
     ids=["beyond", "backwards", "negative", "not-utf8"],
 )
-def test_forged_block_is_refused(well: Served, command: bytes, block: pa.RecordBatch) -> None:
+def test_forged_block_is_refused(
+    healthy_node: ServedNode, command: bytes, block: pa.RecordBatch
+) -> None:
     """Readers would access foreign memory, or crash."""
 
     def put() -> None:
         descriptor = flight.FlightDescriptor.for_command(command)
-        writer, _ = well.flight().do_put(descriptor, block.schema)
+        writer, _ = healthy_node.flight().do_put(descriptor, block.schema)
         try:
             writer.write_batch(block)
         finally:
             writer.close()
 
-    assert "turnlane:ValueError" in _refused(put)
-    assert values(well.node, "disk") == []
+    assert "turnlane:ValueError" in _catch_refusal(put)
+    assert values(healthy_node.node, "disk") == []
 
 
-def test_sequence_without_a_producer_is_refused(well: Served) -> None:
-    said = _refused(
-        lambda: _put(well, b'{"publish": "disk"}', block_of([b"x"]), metadata=b'{"sequence": 0}')
+def test_sequence_without_a_producer_is_refused(healthy_node: ServedNode) -> None:
+    said = _catch_refusal(
+        lambda: _put(
+            healthy_node, b'{"publish": "disk"}', block_of([b"x"]), metadata=b'{"sequence": 0}'
+        )
     )
     assert "a sequence needs a producer" in said
 
 
 @pytest.mark.parametrize("sequence", [-1, 1 << 63, "0", 1.5, True])
-def test_invalid_sequence_is_refused(well: Served, sequence: object) -> None:
+def test_invalid_sequence_is_refused(healthy_node: ServedNode, sequence: object) -> None:
     metadata = json.dumps({"sequence": sequence}).encode()
-    said = _refused(
+    said = _catch_refusal(
         lambda: _put(
-            well, b'{"publish": "disk", "producer": "p"}', block_of([b"x"]), metadata=metadata
+            healthy_node,
+            b'{"publish": "disk", "producer": "p"}',
+            block_of([b"x"]),
+            metadata=metadata,
         )
     )
     assert "turnlane:ConfigError: sequence: " in said
-    assert values(well.node, "disk") == []
+    assert values(healthy_node.node, "disk") == []
 
 
-def test_huge_metadata_is_refused(well: Served) -> None:
+def test_huge_metadata_is_refused(healthy_node: ServedNode) -> None:
     metadata = b" " * (MAX_COMMAND + 1)
-    said = _refused(lambda: _put(well, b'{"publish": "disk"}', block_of([b"x"]), metadata=metadata))
+    said = _catch_refusal(
+        lambda: _put(healthy_node, b'{"publish": "disk"}', block_of([b"x"]), metadata=metadata)
+    )
     assert "are allowed" in said
 
 
-def test_events_published_before_an_error_stay(well: Served) -> None:
-    stream = well.stream("disk", "p")
+def test_events_published_before_an_error_stay(healthy_node: ServedNode) -> None:
+    stream = healthy_node.stream("disk", "p")
     stream.greet()
     stream.write(b"good", sequence=0)
     stream.await_news(accepted=1)
     stream.write(b"bad", sequence=-1)
     with pytest.raises(flight.FlightServerError, match="turnlane:ConfigError"):
         stream.finish()
-    assert values(well.node, "disk") == [b"good"]
+    assert values(healthy_node.node, "disk") == [b"good"]
 
 
-def test_faulty_client_does_not_affect_others(well: Served) -> None:
-    good = well.stream("disk", "good")
+def test_faulty_client_does_not_affect_others(healthy_node: ServedNode) -> None:
+    good = healthy_node.stream("disk", "good")
     good.greet()
     for number in range(5):
         good.write(b"%d" % number, sequence=number)
         with pytest.raises(flight.FlightServerError):
-            _put(well, b'{"publish": "disk"}', block_of([b"x"]), metadata=b"junk")
+            _put(healthy_node, b'{"publish": "disk"}', block_of([b"x"]), metadata=b"junk")
     assert good.finish() == {"accepted": 5, "persisted": 5, "delivered": 0}
 
 
-def test_bytes_that_are_not_grpc_do_no_harm(well: Served) -> None:
-    address = well.plane.address
+def test_bytes_that_are_not_grpc_do_no_harm(healthy_node: ServedNode) -> None:
+    address = healthy_node.plane.address
     for junk in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 10, b""):
         with socket.create_connection((address.host, address.port)) as connection:
             connection.sendall(junk)
-    assert well.act("ping")["instance"] == well.node.instance
+    assert healthy_node.act("ping")["instance"] == healthy_node.node.instance
 
 
 METHODS = ["DoPut", "DoExchange", "DoGet", "DoAction", "GetFlightInfo", "ListFlights", "Handshake"]
@@ -313,11 +330,11 @@ METHODS = ["DoPut", "DoExchange", "DoGet", "DoAction", "GetFlightInfo", "ListFli
 @together
 @given(method=st.sampled_from(METHODS), messages=st.lists(st.binary(max_size=200), max_size=4))
 def test_messages_that_are_not_flight_do_no_harm(
-    well: Served, method: str, messages: list[bytes]
+    healthy_node: ServedNode, method: str, messages: list[bytes]
 ) -> None:
     """Sends arbitrary bytes instead of Flight messages over real gRPC."""
     grpc = pytest.importorskip("grpc")
-    with grpc.insecure_channel(str(well.plane.address)) as channel:
+    with grpc.insecure_channel(str(healthy_node.plane.address)) as channel:
         call = channel.stream_stream(f"/arrow.flight.protocol.FlightService/{method}")
         with contextlib.suppress(grpc.RpcError):
             for answer in call(iter(messages), timeout=5):
@@ -338,20 +355,20 @@ def test_error_has_its_class_in_message_and_details() -> None:
     }
 
 
-def test_long_error_message_is_cut(well: Served) -> None:
-    assert len(_refused(lambda: well.act("done", lease="x" * 1000))) < 4 * MAX_MESSAGE
+def test_long_error_message_is_cut(healthy_node: ServedNode) -> None:
+    assert len(_catch_refusal(lambda: healthy_node.act("done", lease="x" * 1000))) < 4 * MAX_MESSAGE
     assert len(str(build_flight_error(ValueError("x" * 10_000)))) < MAX_MESSAGE + 50
 
 
 def test_internal_error_is_logged_and_hidden_from_the_client(
-    well: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    healthy_node: ServedNode, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> dict[str, Any]:
+    def fail_internally(*_: object) -> dict[str, Any]:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(Actions, "answer", broken)
+    monkeypatch.setattr(Actions, "answer", fail_internally)
     with pytest.raises(flight.FlightInternalError, match="its log says why") as failed:
-        well.act("ping")
+        healthy_node.act("ping")
     monkeypatch.undo()
     assert "secret" not in str(failed.value)
     wait_until(lambda: "secret detail" in caplog.text)

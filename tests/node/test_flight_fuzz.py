@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.contract.harness import PATIENCE, wait_until
-from tests.node.raw_flight import PUT, Message, flight_data, messages_of
+from tests.node.raw_flight import PUT, Message, build_messages, encode_flight_data
 from turnlane.events import block_of, iterate_events
 from turnlane.node.flight.messages import FlightLimits
 from turnlane.node.flight.server import FlightPlane
@@ -44,21 +44,21 @@ class Damage(NamedTuple):
     cut: bool
 
 
-def _with_dictionary(block: pa.RecordBatch) -> pa.RecordBatch:
+def _encode_dictionary(block: pa.RecordBatch) -> pa.RecordBatch:
     words = pa.array(["red", "green", "red"]).dictionary_encode()
     return block.append_column("colour", words)
 
 
 PLAIN = block_of([b"one", b"two" * 100, b""])
 STREAMS = {
-    "plain": messages_of(PLAIN, None),
-    "zstd": messages_of(PLAIN, "zstd"),
-    "lz4": messages_of(PLAIN, "lz4"),
-    "dictionary": messages_of(_with_dictionary(PLAIN), "zstd"),
+    "plain": build_messages(PLAIN, None),
+    "zstd": build_messages(PLAIN, "zstd"),
+    "lz4": build_messages(PLAIN, "lz4"),
+    "dictionary": build_messages(_encode_dictionary(PLAIN), "zstd"),
 }
 
 
-def _damaged(messages: list[Message], damages: list[Damage]) -> list[Message]:
+def _apply_damage(messages: list[Message], damages: list[Damage]) -> list[Message]:
     found = list(messages)
     for damage in damages:
         index = damage.message % len(found)
@@ -120,7 +120,7 @@ def sender(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sender]:
 @pytest.mark.parametrize("form", ["plain", "zstd", "lz4"])
 def test_undamaged_stream_is_accepted(sender: Sender, form: str) -> None:
     before = sender.node.queue("orders").end
-    messages = flight_data(b'{"publish": "orders"}', STREAMS[form])
+    messages = encode_flight_data(b'{"publish": "orders"}', STREAMS[form])
     assert sender.send(messages) is grpc.StatusCode.OK
     assert sender.node.queue("orders").end == before + 3
 
@@ -137,18 +137,18 @@ def test_damaged_stream_does_not_harm_the_node(
     damages: list[Damage],
 ) -> None:
     caplog.clear()
-    damaged = _damaged(STREAMS[form], damages)
-    assert sender.send(flight_data(command, damaged)) in DOCUMENTED
+    damaged = _apply_damage(STREAMS[form], damages)
+    assert sender.send(encode_flight_data(command, damaged)) in DOCUMENTED
     assert [each for each in caplog.records if each.levelno >= logging.ERROR] == []
     _check_readable(sender.node)
-    good = flight_data(b'{"publish": "orders"}', STREAMS["plain"])
+    good = encode_flight_data(b'{"publish": "orders"}', STREAMS["plain"])
     assert sender.send(good) is grpc.StatusCode.OK
 
 
 @given(st.lists(st.binary(max_size=300), max_size=3))
 def test_random_flight_data_does_no_harm(sender: Sender, messages: list[bytes]) -> None:
     assert sender.send(messages) in DOCUMENTED
-    good = flight_data(b'{"publish": "orders"}', STREAMS["plain"])
+    good = encode_flight_data(b'{"publish": "orders"}', STREAMS["plain"])
     assert sender.send(good) is grpc.StatusCode.OK
 
 

@@ -16,8 +16,8 @@ from pyarrow import flight
 from pydantic import SecretStr, ValidationError
 
 from tests.contract.harness import PATIENCE, wait_until
-from tests.node.conftest import Serve, Served, values
-from tests.node.raw_flight import EXCHANGE, PUT, flight_data, messages_of
+from tests.node.conftest import Serve, ServedNode, values
+from tests.node.raw_flight import EXCHANGE, PUT, build_messages, encode_flight_data
 from turnlane.client import node_client
 from turnlane.errors import ConfigError, EventTooLarge, TransportDown
 from turnlane.events import block_of
@@ -32,8 +32,8 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
 @contextmanager
-def silent_streams(
-    served: Served, count: int, method: str = PUT, metadata: Any = ()
+def open_silent_streams(
+    served: ServedNode, count: int, method: str = PUT, metadata: Any = ()
 ) -> Iterator[list[Any]]:
     """Open streams on which nothing is ever sent."""
     over = threading.Event()
@@ -52,7 +52,7 @@ def silent_streams(
 def test_silent_stream_without_a_token_is_refused_at_once(serve: Serve, method: str) -> None:
     """Arrow would wait for the first message of each stream on a thread."""
     served = serve(QUEUES, authority=Authority([TOKEN]))
-    with silent_streams(served, 10, method) as streams:
+    with open_silent_streams(served, 10, method) as streams:
         assert {each.code() for each in streams} == {grpc.StatusCode.UNAUTHENTICATED}
     assert served.plane.calls.running == 0
 
@@ -60,7 +60,7 @@ def test_silent_stream_without_a_token_is_refused_at_once(serve: Serve, method: 
 def test_silent_streams_count_as_calls(serve: Serve) -> None:
     limits = FlightLimits(max_calls=3)
     served = serve(QUEUES, authority=Authority([TOKEN]), limits=limits)
-    with silent_streams(served, 5, metadata=SHOWN) as streams:
+    with open_silent_streams(served, 5, metadata=SHOWN) as streams:
         wait_until(lambda: sum(each.done() for each in streams) == 2)
         assert [each.code() for each in streams if each.done()] == [UNAVAILABLE] * 2
         with pytest.raises(TransportDown, match="too many calls"):
@@ -84,7 +84,7 @@ def test_client_that_leaves_before_the_answer_is_not_logged_as_an_error(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def tell_too_late(writer: flight.FlightMetadataWriter, data: bytes) -> None:
+    def send_too_late(writer: flight.FlightMetadataWriter, data: bytes) -> None:
         assert is_open.wait(PATIENCE)
         stream.cancel()
         # gRPC accepts some messages before it knows that the peer is gone.
@@ -93,11 +93,11 @@ def test_client_that_leaves_before_the_answer_is_not_logged_as_an_error(
 
     is_open = threading.Event()
     tell = flight_plane._send_metadata
-    monkeypatch.setattr(flight_plane, "_send_metadata", tell_too_late)
+    monkeypatch.setattr(flight_plane, "_send_metadata", send_too_late)
     served = serve(QUEUES)
     with grpc.insecure_channel(str(served.plane.address)) as channel:
         stream = channel.stream_stream(PUT)(
-            iter(flight_data(command, messages_of(block_of([b"x"]))))
+            iter(encode_flight_data(command, build_messages(block_of([b"x"]))))
         )
         is_open.set()
         wait_until(stream.done)
@@ -108,13 +108,13 @@ def test_client_that_leaves_before_the_answer_is_not_logged_as_an_error(
 # Connections
 
 
-def hasty() -> FlightLimits:
+def build_short_limits() -> FlightLimits:
     """Return limits with a shorter idle timeout than a configuration allows."""
     return FlightLimits().model_copy(update={"idle_timeout": 0.2})
 
 
 def test_idle_connection_is_closed(serve: Serve) -> None:
-    served = serve(QUEUES, limits=hasty())
+    served = serve(QUEUES, limits=build_short_limits())
     address = served.plane.address
     with socket.create_connection((address.host, address.port), PATIENCE) as idle:
         while idle.recv(4096):  # HTTP/2 begins with settings
@@ -122,8 +122,8 @@ def test_idle_connection_is_closed(serve: Serve) -> None:
 
 
 def test_silent_stream_ends_with_its_connection(serve: Serve) -> None:
-    served = serve(QUEUES, limits=hasty())
-    with silent_streams(served, 1) as (stream,):
+    served = serve(QUEUES, limits=build_short_limits())
+    with open_silent_streams(served, 1) as (stream,):
         assert stream.code() is UNAVAILABLE
     wait_until(lambda: served.plane.calls.running == 0)
 
@@ -131,7 +131,7 @@ def test_silent_stream_ends_with_its_connection(serve: Serve) -> None:
 def test_idle_publisher_reconnects_without_a_warning(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    served = serve({"orders": {"durability": "always"}}, limits=hasty())
+    served = serve({"orders": {"durability": "always"}}, limits=build_short_limits())
     producer = served.client().queue("orders").producer(ack="persisted")
     producer.publish(b"one", timeout=PATIENCE)
     (first,) = served.plane._streams
@@ -163,12 +163,12 @@ def test_newest_connections_beyond_the_limit_are_closed(serve: Serve) -> None:
 # Blocks
 
 
-def bomb(size: int) -> pa.RecordBatch:
+def build_bomb(size: int) -> pa.RecordBatch:
     """Return a block that is small while compressed."""
     return block_of([bytes(size)])
 
 
-def send(served: Served, block: pa.RecordBatch) -> None:
+def send(served: ServedNode, block: pa.RecordBatch) -> None:
     """Publish a block as a generic Flight client."""
     options = flight.FlightCallOptions(
         timeout=PATIENCE, write_options=pa.ipc.IpcWriteOptions(compression="zstd")
@@ -186,7 +186,7 @@ def send(served: Served, block: pa.RecordBatch) -> None:
 def test_block_that_unpacks_too_large_ends_only_its_stream(serve: Serve) -> None:
     served = serve(QUEUES, limits=FlightLimits(max_block_bytes=1 << 20))
     with pytest.raises(flight.FlightServerError, match=r"turnlane:EventTooLarge.*max_block_bytes"):
-        send(served, bomb(8 << 20))
+        send(served, build_bomb(8 << 20))
     send(served, block_of([b"small"]))
     assert values(served.node, "orders") == [b"small"]
 
@@ -201,7 +201,7 @@ def test_events_without_content_count_against_the_limit(serve: Serve) -> None:
 
 def test_stage_refuses_a_block_that_unpacks_too_large(serve: Serve) -> None:
     served = serve(QUEUES, limits=FlightLimits(max_block_bytes=1 << 20))
-    block = bomb(2 << 20)
+    block = build_bomb(2 << 20)
 
     def stage() -> None:
         with served.client().stage("orders", block.schema) as stage:

@@ -18,7 +18,7 @@ import pytest
 from pyarrow import flight
 
 from tests.contract.harness import NOTICEABLE, PATIENCE, Task, assert_never, wait_until
-from tests.node.conftest import QUEUES, Serve, Served, Stream, values
+from tests.node.conftest import QUEUES, Serve, ServedNode, Stream, values
 from tests.queue_internals import state_of
 from turnlane.events import block_of
 from turnlane.node import event_refs
@@ -32,7 +32,7 @@ from turnlane.storage.producer_sequences import MAX_RUNS
 from turnlane.testing import FaultyDisk
 
 
-def test_first_message_has_the_instance_and_the_next_sequence(served: Served) -> None:
+def test_first_message_has_the_instance_and_the_next_sequence(served: ServedNode) -> None:
     stream = served.stream("disk", "p")
     assert stream.greet() == {
         "instance": served.node.instance,
@@ -41,7 +41,7 @@ def test_first_message_has_the_instance_and_the_next_sequence(served: Served) ->
     }
 
 
-def test_progress_follows_events_from_accepted_to_delivered(served: Served) -> None:
+def test_progress_follows_events_from_accepted_to_delivered(served: ServedNode) -> None:
     stream = served.stream("disk", "p", ack="delivered")
     stream.greet()
     stream.write(b"a", b"b", sequence=0)
@@ -53,7 +53,7 @@ def test_progress_follows_events_from_accepted_to_delivered(served: Served) -> N
     assert stream.finish() == {"accepted": 3, "persisted": 3, "delivered": 3}
 
 
-def test_event_is_not_reported_persisted_before_the_sync(served: Served) -> None:
+def test_event_is_not_reported_persisted_before_the_sync(served: ServedNode) -> None:
     first = served.stream("slow", ack="persisted")  # the next sync is in an hour
     first.write(b"a")
     first.finish()
@@ -63,7 +63,7 @@ def test_event_is_not_reported_persisted_before_the_sync(served: Served) -> None
     assert stream.finish() == {"accepted": 1, "persisted": 0, "delivered": 0}
 
 
-def test_wait_for_persisted_causes_an_early_sync(served: Served) -> None:
+def test_wait_for_persisted_causes_an_early_sync(served: ServedNode) -> None:
     first = served.stream("slow")
     first.write(b"a")
     assert first.finish() is not None
@@ -76,7 +76,7 @@ def test_wait_for_persisted_causes_an_early_sync(served: Served) -> None:
     second.finish()
 
 
-def test_many_unsynced_bytes_cause_an_early_sync(served: Served) -> None:
+def test_many_unsynced_bytes_cause_an_early_sync(served: ServedNode) -> None:
     """A client keeps unpersisted events in memory, so a sync cannot wait for an hour."""
     stream = served.stream("slow", "p", ack="accepted")
     stream.greet()
@@ -120,7 +120,7 @@ def test_full_queue_without_timeout_is_not_polled(serve: Serve) -> None:
     assert queue.end == 2
 
 
-def test_unnamed_stream_counts_from_zero(served: Served) -> None:
+def test_unnamed_stream_counts_from_zero(served: ServedNode) -> None:
     for _ in range(2):
         stream = served.stream("disk")
         assert stream.greet()["resume_at"] == 0
@@ -129,7 +129,7 @@ def test_unnamed_stream_counts_from_zero(served: Served) -> None:
     assert values(served.node, "disk") == [b"a", b"b"] * 2
 
 
-def test_events_of_a_finished_stream_are_persisted(served: Served) -> None:
+def test_events_of_a_finished_stream_are_persisted(served: ServedNode) -> None:
     stream = served.stream("disk")
     stream.write(b"a")
     stream.writer.close()
@@ -137,7 +137,7 @@ def test_events_of_a_finished_stream_are_persisted(served: Served) -> None:
     assert state_of(queue).acks.persisted.position == 1
 
 
-def test_repeated_events_are_dropped_and_acked(served: Served) -> None:
+def test_repeated_events_are_dropped_and_acked(served: ServedNode) -> None:
     first = served.stream("disk", "p")
     first.greet()
     first.write(b"a", b"b", b"c", sequence=0)
@@ -174,7 +174,7 @@ def test_late_lower_sequence_is_accepted(serve: Serve) -> None:
     assert values(after.node, "disk") == [b"%d" % number for number in expected]
 
 
-def test_late_sequence_reaches_its_level_before_the_stream_ends(served: Served) -> None:
+def test_late_sequence_reaches_its_level_before_the_stream_ends(served: ServedNode) -> None:
     """The reports are already beyond it; the end of the stream waits for it."""
     stream = served.stream("memory", "p", ack="delivered")
     stream.greet()
@@ -190,7 +190,7 @@ def test_late_sequence_reaches_its_level_before_the_stream_ends(served: Served) 
     finishing.result()
 
 
-def test_client_may_skip_any_number_of_sequences(served: Served) -> None:
+def test_client_may_skip_any_number_of_sequences(served: ServedNode) -> None:
     """A client that drops events itself has a gap for each drop."""
     stream = served.stream("disk", "p")
     stream.greet()
@@ -201,7 +201,7 @@ def test_client_may_skip_any_number_of_sequences(served: Served) -> None:
     assert len(values(served.node, "disk")) == 3 * MAX_RUNS
 
 
-def test_repeats_of_delivered_events_are_reported_delivered(served: Served) -> None:
+def test_repeats_of_delivered_events_are_reported_delivered(served: ServedNode) -> None:
     first = served.stream("memory", "p")
     first.write(b"a", b"b", sequence=0)
     first.finish()
@@ -225,7 +225,7 @@ def test_restarted_node_reports_the_known_sequence(serve: Serve) -> None:
     assert values(after.node, "disk") == [b"a", b"b"]
 
 
-def test_other_producers_do_not_cause_early_acks(served: Served) -> None:
+def test_other_producers_do_not_cause_early_acks(served: ServedNode) -> None:
     """Many producers share one queue that is consumed slowly: no report is too early."""
     streams = [served.stream("memory", name, ack="delivered") for name in "abc"]
     for number in range(5):
@@ -247,7 +247,7 @@ def test_other_producers_do_not_cause_early_acks(served: Served) -> None:
         assert reported[-1] == 5
 
 
-def test_full_queue_delays_only_its_own_stream(served: Served) -> None:
+def test_full_queue_delays_only_its_own_stream(served: ServedNode) -> None:
     """Reports continue while the stream waits, and other queues are not affected."""
     stream = served.stream("memory", "p")
     stream.greet()
@@ -288,7 +288,7 @@ def test_events_dropped_during_a_wait_are_counted_once(serve: Serve) -> None:
     assert queue.stats().ledger.dropped == {"severity": 1}
 
 
-def test_new_stream_of_a_producer_ends_the_old_stream(served: Served) -> None:
+def test_new_stream_of_a_producer_ends_the_old_stream(served: ServedNode) -> None:
     """The remaining events of the old stream are refused: the new stream has their numbers."""
     old = served.stream("memory", "p")
     old.greet()
@@ -307,7 +307,7 @@ def test_new_stream_of_a_producer_ends_the_old_stream(served: Served) -> None:
     assert values(served.node, "memory") == [b"new"]
 
 
-def test_competing_streams_publish_every_event_once(served: Served) -> None:
+def test_competing_streams_publish_every_event_once(served: ServedNode) -> None:
     """Clients that believe each other dead send the same events: each is stored once, in order."""
     everything = [b"%d" % number for number in range(40)]
 
@@ -332,7 +332,7 @@ def test_competing_streams_publish_every_event_once(served: Served) -> None:
     assert values(served.node, "disk") == everything
 
 
-def test_client_that_leaves_is_removed_from_the_waiting_line(served: Served) -> None:
+def test_client_that_leaves_is_removed_from_the_waiting_line(served: ServedNode) -> None:
     client = served.client()
     command = {"publish": "memory", "producer": "p"}
     writer, reader = client.nodes[0].exchange(command)
@@ -346,7 +346,7 @@ def test_client_that_leaves_is_removed_from_the_waiting_line(served: Served) -> 
     assert values(served.node, "memory") == [b"x"] * 60
 
 
-def test_extra_columns_are_kept(served: Served) -> None:
+def test_extra_columns_are_kept(served: ServedNode) -> None:
     block = block_of([b"a"]).append_column("user", pa.array([7]))
     descriptor = flight.FlightDescriptor.for_command(b'{"publish": "disk"}')
     writer, _ = served.flight().do_put(descriptor, block.schema)
@@ -419,7 +419,7 @@ def test_stop_ends_waiting_calls(serve: Serve) -> None:
             task.result()
 
 
-def test_shutdown_of_connections_leaves_no_open_files(served: Served) -> None:
+def test_shutdown_of_connections_leaves_no_open_files(served: ServedNode) -> None:
     """A stop does this repeatedly, and most open files are not connections."""
     client = served.client()
     client.queue("disk").producer(ack="persisted").publish(b"x")
@@ -432,7 +432,7 @@ def test_shutdown_of_connections_leaves_no_open_files(served: Served) -> None:
     )  # other threads may open a few files, not twice as many
 
 
-def test_check_of_connections_keeps_file_locks(served: Served, tmp_path: Path) -> None:
+def test_check_of_connections_keeps_file_locks(served: ServedNode, tmp_path: Path) -> None:
     """A process that closes any descriptor of a file loses its locks on it; SQLite needs them."""
     address = served.plane.address
     with (
@@ -454,7 +454,7 @@ def test_check_of_connections_keeps_file_locks(served: Served, tmp_path: Path) -
         assert "BlockingIOError" in other.stderr
 
 
-def test_hundred_waiting_calls_do_not_delay_publishing(served: Served) -> None:
+def test_hundred_waiting_calls_do_not_delay_publishing(served: ServedNode) -> None:
     node = served.client().nodes[0]
     waits = [Task(lambda: node.wait("memory", 0, 60.0)) for _ in range(100)]
     wait_until(lambda: len(state_of(served.node.queue("memory")).waiting_readers) == 100)
@@ -475,7 +475,7 @@ def test_calls_beyond_the_limit_are_refused_temporarily(serve: Serve) -> None:
     with pytest.raises(flight.FlightUnavailableError, match="too many calls"):
         served.act("ping")
     stream.finish()
-    wait_until(lambda: _answers(served))
+    wait_until(lambda: _is_answering(served))
 
 
 def test_reading_streams_count_as_calls_until_they_end(
@@ -491,12 +491,12 @@ def test_reading_streams_count_as_calls_until_they_end(
     with pytest.raises(flight.FlightUnavailableError, match="too many calls"):
         served.act("ping")
     assert readers[0].read_all().num_rows < 500
-    wait_until(lambda: _answers(served))
+    wait_until(lambda: _is_answering(served))
     readers[1].cancel()
     wait_until(lambda: served.plane.calls.running == 0)
 
 
-def _answers(served: Served) -> bool:
+def _is_answering(served: ServedNode) -> bool:
     try:
         return bool(served.act("ping"))
     except flight.FlightUnavailableError:
@@ -520,7 +520,7 @@ def test_sequence_map_stays_small_and_never_acks_early() -> None:
     queue.close()
 
 
-def test_stage_id_is_sent_after_the_sync(served: Served, tmp_path: Path) -> None:
+def test_stage_id_is_sent_after_the_sync(served: ServedNode, tmp_path: Path) -> None:
     stream = Stream(served.flight(), json.dumps({"stage": "disk"}).encode())
     stream.write(b"a", b"b")
     stream.write(b"c")

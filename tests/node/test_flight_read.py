@@ -10,45 +10,47 @@ import pytest
 from pyarrow import flight
 
 from tests.contract.harness import Task, wait_until
-from tests.node.conftest import Serve, Served
+from tests.node.conftest import Serve, ServedNode
 from tests.queue_internals import state_of
 from turnlane.events import BASE_SCHEMA, Block, block_of
 from turnlane.node import event_refs
 from turnlane.queues.api import AckLevel
 
 
-def _publish(served: Served, block: Block, queue: str = "disk") -> None:
+def _publish(served: ServedNode, block: Block, queue: str = "disk") -> None:
     served.node.queue(queue).producer().publish_block(block)
 
 
-def _numbers(first: int, end: int) -> list[bytes]:
+def _read_numbers(first: int, end: int) -> list[bytes]:
     return [b"%d" % number for number in range(first, end)]
 
 
-def _ticket(**command: object) -> flight.Ticket:
+def _build_ticket(**command: object) -> flight.Ticket:
     return flight.Ticket(json.dumps(command).encode())
 
 
-def test_read_returns_a_range_and_settles_nothing(served: Served) -> None:
-    _publish(served, block_of(_numbers(0, 100)))
+def test_read_returns_a_range_and_settles_nothing(served: ServedNode) -> None:
+    _publish(served, block_of(_read_numbers(0, 100)))
     for _ in range(2):
-        table = served.flight().do_get(_ticket(read="disk", first=10, end=20)).read_all()
-        assert table.column("value").to_pylist() == _numbers(10, 20)
+        table = served.flight().do_get(_build_ticket(read="disk", first=10, end=20)).read_all()
+        assert table.column("value").to_pylist() == _read_numbers(10, 20)
     assert served.node.queue("disk").low == 0
 
 
-def test_every_block_has_its_first_offset(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_has_its_first_offset(
+    served: ServedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(event_refs, "READ_EVENTS", 30)
-    _publish(served, block_of(_numbers(0, 100)))
+    _publish(served, block_of(_read_numbers(0, 100)))
     firsts = [
         json.loads(bytes(chunk.app_metadata or b""))["first"]
-        for chunk in served.flight().do_get(_ticket(read="disk", first=5))
+        for chunk in served.flight().do_get(_build_ticket(read="disk", first=5))
     ]
     assert firsts == [5, 35, 65, 95]
 
 
-def test_settled_events_are_not_read(served: Served) -> None:
-    _publish(served, block_of(_numbers(0, 10)))
+def test_settled_events_are_not_read(served: ServedNode) -> None:
+    _publish(served, block_of(_read_numbers(0, 10)))
     served.act("settle", queue="disk", first=0, end=4)
     ends = served.client().wait("disk", 0, 0.0)
     assert (ends.end, ends.low) == (10, 4)
@@ -56,7 +58,7 @@ def test_settled_events_are_not_read(served: Served) -> None:
     assert found == [(4, 6)]
 
 
-def test_requested_columns_are_sent_in_few_blocks(served: Served) -> None:
+def test_requested_columns_are_sent_in_few_blocks(served: ServedNode) -> None:
     for number in range(5):
         extra = pa.array([f"c{number}"])
         _publish(served, block_of([b"<%d>a" % number], keys=["k"]).append_column("colour", extra))
@@ -71,25 +73,25 @@ def test_requested_columns_are_sent_in_few_blocks(served: Served) -> None:
 
 @pytest.mark.parametrize("columns", [[], ["unheard of"]])
 def test_events_without_requested_columns_are_still_counted(
-    served: Served, columns: list[str]
+    served: ServedNode, columns: list[str]
 ) -> None:
-    _publish(served, block_of(_numbers(0, 100)))
+    _publish(served, block_of(_read_numbers(0, 100)))
     ((first, block),) = served.client().node.read("disk", 10, 20, columns)
     assert (first, block.num_rows, block.schema.names) == (10, 10, ["severity"])
 
 
-def test_empty_range_is_a_stream_without_blocks(served: Served) -> None:
-    reader = served.flight().do_get(_ticket(read="disk", first=7, end=7))
+def test_empty_range_is_a_stream_without_blocks(served: ServedNode) -> None:
+    reader = served.flight().do_get(_build_ticket(read="disk", first=7, end=7))
     assert reader.schema == BASE_SCHEMA
     assert reader.read_all().num_rows == 0
 
 
-def test_blocks_with_different_columns_get_one_schema(served: Served) -> None:
+def test_blocks_with_different_columns_get_one_schema(served: ServedNode) -> None:
     """Columns are matched by name; missing columns are null."""
     _publish(served, block_of([b"a"]))
     _publish(served, block_of([b"b"]).append_column("user", pa.array([1])))
     _publish(served, block_of([b"c"]).append_column("city", pa.array(["Bonn"])))
-    table = served.flight().do_get(_ticket(read="disk")).read_all()
+    table = served.flight().do_get(_build_ticket(read="disk")).read_all()
     assert table.column("value").to_pylist() == [b"a", b"b", b"c"]
     assert table.column("user").to_pylist() == [None, 1, None]
     assert table.column("city").to_pylist() == [None, None, "Bonn"]
@@ -100,12 +102,12 @@ def test_columns_are_known_after_a_restart(serve: Serve) -> None:
     _publish(before, block_of([b"b"]).append_column("user", pa.array([1])))
     before.close()
     after = serve(name="same")
-    table = after.flight().do_get(_ticket(read="disk")).read_all()
+    table = after.flight().do_get(_build_ticket(read="disk")).read_all()
     assert table.column("user").to_pylist() == [1]
 
 
 def test_new_column_during_a_read_is_read_by_the_next_request(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: ServedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The turnlane client does that by itself."""
     monkeypatch.setattr(event_refs, "READ_EVENTS", 2)
@@ -119,56 +121,56 @@ def test_new_column_during_a_read_is_read_by_the_next_request(
     assert rest[-1][1].column("user").to_pylist() == [1]
 
 
-def test_wait_ends_when_an_event_arrives(served: Served) -> None:
+def test_wait_ends_when_an_event_arrives(served: ServedNode) -> None:
     wait = Task(lambda: served.client().wait("disk", 0, 60.0))
     wait_until(lambda: bool(state_of(served.node.queue("disk")).waiting_readers))
     served.node.queue("disk").producer().publish(b"x")
     assert wait.result()[:2] == (1, 0)
 
 
-def test_wait_without_events_times_out(served: Served) -> None:
+def test_wait_without_events_times_out(served: ServedNode) -> None:
     assert served.client().wait("disk", 0, 0.01)[:2] == (0, 0)
 
 
-def _id_of(served: Served, queue: str) -> str:
+def _get_queue_id(served: ServedNode, queue: str) -> str:
     return served.client().wait(queue, -1, 0.0).queue_id
 
 
-def test_recreated_queue_has_a_new_id(served: Served) -> None:
+def test_recreated_queue_has_a_new_id(served: ServedNode) -> None:
     for knobs in ({}, {"kind": "memory"}, {"kind": "disk_assisted"}):
         served.node.create("late", **knobs)
-        before = _id_of(served, "late")
-        assert _id_of(served, "late") == before
+        before = _get_queue_id(served, "late")
+        assert _get_queue_id(served, "late") == before
         served.node.drop("late")
         served.node.create("late", **knobs)
-        assert _id_of(served, "late") != before
+        assert _get_queue_id(served, "late") != before
         served.node.drop("late")
 
 
 def test_disk_queue_keeps_its_id_after_a_restart(serve: Serve) -> None:
     before = serve(name="same")
-    ids = {queue: _id_of(before, queue) for queue in ("disk", "slow", "memory")}
+    ids = {queue: _get_queue_id(before, queue) for queue in ("disk", "slow", "memory")}
     before.close()
     after = serve(name="same")
-    same = {queue for queue in ids if _id_of(after, queue) == ids[queue]}
+    same = {queue for queue in ids if _get_queue_id(after, queue) == ids[queue]}
     assert same == {"disk", "slow"}, "what was in memory is no more"
 
 
-def test_settle_with_the_id_of_a_dropped_queue_changes_nothing(served: Served) -> None:
+def test_settle_with_the_id_of_a_dropped_queue_changes_nothing(served: ServedNode) -> None:
     client = served.client()
     served.node.create("late")
-    before = _id_of(served, "late")
+    before = _get_queue_id(served, "late")
     served.node.drop("late")
     served.node.create("late")
-    _publish(served, block_of(_numbers(0, 10)), "late")
+    _publish(served, block_of(_read_numbers(0, 10)), "late")
     assert not client.settle("late", 0, 5, before)
     assert served.node.queue("late").low == 0
-    assert client.settle("late", 0, 5, _id_of(served, "late"))
+    assert client.settle("late", 0, 5, _get_queue_id(served, "late"))
     assert client.settle("late", 5, 6), "without an id, whichever it is"
     assert served.node.queue("late").low == 6
 
 
-def test_generic_flight_client_can_list_and_read_queues(served: Served) -> None:
+def test_generic_flight_client_can_list_and_read_queues(served: ServedNode) -> None:
     _publish(served, block_of([b"a"] * 3).append_column("user", pa.array([1, 2, 3])))
     client = served.flight()
     infos = {(info.descriptor.path or [b""])[0]: info for info in client.list_flights()}
@@ -185,7 +187,7 @@ def test_generic_flight_client_can_list_and_read_queues(served: Served) -> None:
     assert all(action.description for action in actions)
 
 
-def test_queues_are_created_listed_and_dropped(served: Served) -> None:
+def test_queues_are_created_listed_and_dropped(served: ServedNode) -> None:
     client = served.client()
     client.create("new", kind="memory", size=7)
     client.create("new", kind="memory", size=7)

@@ -16,7 +16,7 @@ from pydantic import SecretStr
 
 from tests.certificates import CertAndKey, Certificates
 from tests.contract.harness import PATIENCE, wait_until
-from tests.node.conftest import Serve, Served
+from tests.node.conftest import Serve, ServedNode
 from turnlane.client import Client, connect
 from turnlane.errors import AddressTaken, ConfigError, NotAllowed, TransportDown
 from turnlane.events import block_of
@@ -28,22 +28,22 @@ from turnlane.serving.auth import Authority, TlsSettings, TokenSettings
 QUEUES = {"orders": {"kind": "memory"}, "logs": {"kind": "memory"}}
 
 
-def _token(secret: str, rights: dict[str, Any], **more: Any) -> TokenSettings:
+def _build_token(secret: str, rights: dict[str, Any], **more: Any) -> TokenSettings:
     return TokenSettings(name=secret, secret=SecretStr(secret), rights=rights, **more)
 
 
 PAST = dt.datetime(2020, 1, 1, tzinfo=dt.UTC)
 TOKENS = [
-    _token("writer", {"orders": ["publish"]}),
-    _token("reader", {"*": ["read"]}),
-    _token("clerk", {"orders": ["read"]}),
-    _token("boss", {"*": ["publish", "read", "admin"]}),
-    _token("stale", {"*": ["publish", "read", "admin"]}, expires=PAST),
+    _build_token("writer", {"orders": ["publish"]}),
+    _build_token("reader", {"*": ["read"]}),
+    _build_token("clerk", {"orders": ["read"]}),
+    _build_token("boss", {"*": ["publish", "read", "admin"]}),
+    _build_token("stale", {"*": ["publish", "read", "admin"]}, expires=PAST),
 ]
 
 
 @pytest.fixture
-def guarded(serve: Serve) -> Served:
+def guarded_node(serve: Serve) -> ServedNode:
     """A node with tokens."""
     return serve(QUEUES, authority=Authority(TOKENS))
 
@@ -70,11 +70,13 @@ NEEDS = {"publish": "publish", "stage": "publish", "create": "admin", "drop": "a
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("token", [None, "wrong", "stale", "writer", "reader", "boss"])
-def test_token_gives_only_its_rights(guarded: Served, call: str, token: str | None) -> None:
-    guarded.node.create("made", kind="memory")
+def test_token_gives_only_its_rights(
+    guarded_node: ServedNode, call: str, token: str | None
+) -> None:
+    guarded_node.node.create("made", kind="memory")
     rights = {"writer": ["publish"], "reader": ["read"], "boss": ["publish", "read", "admin"]}
     allowed = NEEDS.get(call, "read") in rights.get(token or "", [])
-    client = guarded.client(token=token)
+    client = guarded_node.client(token=token)
     if allowed:
         CALLS[call](client, "orders")
         return
@@ -82,15 +84,15 @@ def test_token_gives_only_its_rights(guarded: Served, call: str, token: str | No
         CALLS[call](client, "orders")
 
 
-def test_copy_needs_rights_on_source_and_target(guarded: Served) -> None:
+def test_copy_needs_rights_on_source_and_target(guarded_node: ServedNode) -> None:
     for token, is_allowed in {"writer": False, "reader": False, "boss": True}.items():
-        copy = guarded.client(token=token).nodes[0].copy("logs", ["orders"])
+        copy = guarded_node.client(token=token).nodes[0].copy("logs", ["orders"])
         with contextlib.nullcontext() if is_allowed else pytest.raises(NotAllowed):
             assert copy.finish_all() == []
 
 
-def test_rights_apply_to_their_queue_only(guarded: Served) -> None:
-    client = guarded.client(token="writer")
+def test_rights_apply_to_their_queue_only(guarded_node: ServedNode) -> None:
+    client = guarded_node.client(token="writer")
     with pytest.raises(NotAllowed, match="token writer does not give the right to publish on "):
         client.queue("logs").producer(ack="persisted").publish(b"x")
     assert set(client.queues()) == {"orders"}
@@ -106,46 +108,46 @@ def test_rights_apply_to_their_queue_only(guarded: Served) -> None:
     ],
 )
 def test_unknown_token_and_missing_right_have_different_errors(
-    guarded: Served, token: str | None, kind: type[Exception]
+    guarded_node: ServedNode, token: str | None, kind: type[Exception]
 ) -> None:
     headers: Any = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
     options = flight.FlightCallOptions(headers=headers)
     with pytest.raises(kind, match="turnlane:NotAllowed"):
-        guarded.flight().do_get(flight.Ticket(b'{"read": "orders"}'), options).read_all()
+        guarded_node.flight().do_get(flight.Ticket(b'{"read": "orders"}'), options).read_all()
 
 
 @pytest.mark.parametrize(
     "header", [b"writer", b"Basic writer", b"Bearer", b"Bearer  ", b"bearer x"]
 )
-def test_other_headers_are_not_accepted_as_tokens(guarded: Served, header: bytes) -> None:
+def test_other_headers_are_not_accepted_as_tokens(guarded_node: ServedNode, header: bytes) -> None:
     options = flight.FlightCallOptions(headers=[(b"authorization", header)])  # type: ignore[list-item]
     with pytest.raises(flight.FlightUnauthenticatedError):
-        list(guarded.flight().do_action(flight.Action("ping", b""), options))
+        list(guarded_node.flight().do_action(flight.Action("ping", b""), options))
 
 
-def test_lists_show_only_readable_queues(guarded: Served) -> None:
+def test_lists_show_only_readable_queues(guarded_node: ServedNode) -> None:
     with pytest.raises(flight.FlightUnauthenticatedError):
-        list(guarded.flight().list_flights())
+        list(guarded_node.flight().list_flights())
     options = flight.FlightCallOptions(headers=[(b"authorization", b"Bearer writer")])  # type: ignore[list-item]
-    assert list(guarded.flight().list_flights(options=options)) == []
+    assert list(guarded_node.flight().list_flights(options=options)) == []
     descriptor = flight.FlightDescriptor.for_path("orders")
     with pytest.raises(flight.FlightUnauthorizedError):
-        guarded.flight().get_flight_info(descriptor, options)
+        guarded_node.flight().get_flight_info(descriptor, options)
 
 
-def test_lease_needs_the_right_to_read_its_queue(guarded: Served) -> None:
-    guarded.node.queue("orders").producer().publish(b"x")
-    batch = guarded.client(token="reader").queue("orders").get(timeout=5)
+def test_lease_needs_the_right_to_read_its_queue(guarded_node: ServedNode) -> None:
+    guarded_node.node.queue("orders").producer().publish(b"x")
+    batch = guarded_node.client(token="reader").queue("orders").get(timeout=5)
     with pytest.raises(NotAllowed):
-        guarded.client(token="writer").nodes[0].act("done", lease=batch.lease)  # type: ignore[attr-defined]
+        guarded_node.client(token="writer").nodes[0].act("done", lease=batch.lease)  # type: ignore[attr-defined]
     with pytest.raises(NotAllowed):
-        guarded.client().nodes[0].act("done", lease="nope")
+        guarded_node.client().nodes[0].act("done", lease="nope")
     batch.done()
 
 
-def test_commit_needs_rights_on_all_its_queues(guarded: Served) -> None:
-    guarded.node.queue("orders").producer().publish(b"x")
-    writer, boss = guarded.client(token="writer"), guarded.client(token="boss")
+def test_commit_needs_rights_on_all_its_queues(guarded_node: ServedNode) -> None:
+    guarded_node.node.queue("orders").producer().publish(b"x")
+    writer, boss = guarded_node.client(token="writer"), guarded_node.client(token="boss")
     with boss.stage("logs", block_of([]).schema) as stage:
         stage.write(block_of([b"x"]))
         stage_id = stage.finish()
@@ -153,7 +155,7 @@ def test_commit_needs_rights_on_all_its_queues(guarded: Served) -> None:
         lambda: writer.commit([stage_id]),
         lambda: writer.commit([], [("orders", 0, 1)]),
         lambda: writer.abort([stage_id]),
-        lambda: guarded.client().nodes[0].epoch("w"),
+        lambda: guarded_node.client().nodes[0].epoch("w"),
     ]
     for call in calls:
         with pytest.raises(NotAllowed):
@@ -161,8 +163,11 @@ def test_commit_needs_rights_on_all_its_queues(guarded: Served) -> None:
     assert boss.commit([stage_id], [("orders", 0, 1)])
 
 
-def test_lane_takeover_needs_the_right_to_read_its_queue(guarded: Served) -> None:
-    boss, clerk = guarded.client(token="boss").nodes[0], guarded.client(token="clerk").nodes[0]
+def test_lane_takeover_needs_the_right_to_read_its_queue(guarded_node: ServedNode) -> None:
+    boss, clerk = (
+        guarded_node.client(token="boss").nodes[0],
+        guarded_node.client(token="clerk").nodes[0],
+    )
     lane = {"lane": "main", "spans": [[0, 1]]}
     boss.act("plan", body={**lane, "run": "1", "queue": "logs"})
     with pytest.raises(NotAllowed):
@@ -170,10 +175,10 @@ def test_lane_takeover_needs_the_right_to_read_its_queue(guarded: Served) -> Non
     boss.act("plan", body={**lane, "run": "1", "queue": "logs"})
 
 
-def test_writers_of_different_tokens_are_independent(guarded: Served) -> None:
+def test_writers_of_different_tokens_are_independent(guarded_node: ServedNode) -> None:
     """Otherwise another client could turn the next epochs of a writer into repeats."""
-    reader, boss = guarded.client(token="reader"), guarded.client(token="boss")
-    guarded.node.queue("orders").producer().publish_block(block_of([b"x"] * 3))
+    reader, boss = guarded_node.client(token="reader"), guarded_node.client(token="boss")
+    guarded_node.node.queue("orders").producer().publish_block(block_of([b"x"] * 3))
     assert reader.commit(ranges=[("orders", 0, 1)], writer="w", epoch=1000)
     assert boss.nodes[0].epoch("w") is None
     assert boss.commit(ranges=[("orders", 1, 2)], writer="w", epoch=1)
@@ -181,17 +186,17 @@ def test_writers_of_different_tokens_are_independent(guarded: Served) -> None:
     assert (boss.nodes[0].epoch("w"), reader.nodes[0].epoch("w")) == (1, 1000)
 
 
-def test_producer_id_of_commits_is_refused(guarded: Served) -> None:
+def test_producer_id_of_commits_is_refused(guarded_node: ServedNode) -> None:
     """Its sequence numbers would turn committed events into repeats."""
     with pytest.raises(ConfigError, match="producer"):
-        guarded.client(token="boss").queue("orders", producer_id="turnlane.commits").producer(
+        guarded_node.client(token="boss").queue("orders", producer_id="turnlane.commits").producer(
             ack="persisted"
         ).publish(b"x", timeout=PATIENCE)
 
 
 def test_producers_of_different_tokens_are_independent(serve: Serve) -> None:
     """Otherwise another client could turn the next events of a producer into repeats."""
-    tokens = [_token(name, {"orders": ["publish"]}) for name in ("a", "b")]
+    tokens = [_build_token(name, {"orders": ["publish"]}) for name in ("a", "b")]
     served = serve({"orders": {"durability": "always"}}, authority=Authority(tokens))
     queue = served.client(token="a").queue("orders", producer_id="web-1")
     one = queue.producer(ack="persisted")
@@ -208,7 +213,7 @@ def test_producers_of_different_tokens_are_independent(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("name", ["files/logs/1/2/3-x/0", "turnlane.commits"])
-def test_reserved_producer_ids_are_refused(served: Served, name: str) -> None:
+def test_reserved_producer_ids_are_refused(served: ServedNode, name: str) -> None:
     with pytest.raises(flight.FlightServerError, match="producer ids that begin with"):
         served.stream("disk", name).finish()
 
@@ -216,7 +221,7 @@ def test_reserved_producer_ids_are_refused(served: Served, name: str) -> None:
 def test_stream_ends_when_its_token_expires(serve: Serve) -> None:
     """Also while it publishes, so the node always has progress to report."""
     now = [0.0]
-    token = _token("soon", {"*": ["publish"]}, expires=dt.datetime.fromtimestamp(100, dt.UTC))
+    token = _build_token("soon", {"*": ["publish"]}, expires=dt.datetime.fromtimestamp(100, dt.UTC))
     served = serve(
         {"orders": {"durability": "always"}}, authority=Authority([token], now=lambda: now[0])
     )
@@ -236,7 +241,7 @@ def test_stream_ends_when_its_token_expires(serve: Serve) -> None:
 def test_expired_token_fails_the_queue_of_a_client(serve: Serve) -> None:
     """Every attempt would be refused; its publishers get the error."""
     now = [0.0]
-    token = _token("soon", {"*": ["publish"]}, expires=dt.datetime.fromtimestamp(100, dt.UTC))
+    token = _build_token("soon", {"*": ["publish"]}, expires=dt.datetime.fromtimestamp(100, dt.UTC))
     authority = Authority([token], now=lambda: now[0])
     served = serve({"orders": {"durability": "always"}}, authority=authority, name="same")
     queue = served.client(token="soon").queue("orders")
@@ -258,10 +263,10 @@ def test_expired_token_fails_the_queue_of_a_client(serve: Serve) -> None:
 
 
 @pytest.fixture
-def connected() -> Iterator[Callable[..., Client]]:
+def connect_client() -> Iterator[Callable[..., Client]]:
     clients: list[Client] = []
 
-    def connecting(served: Served, scheme: str = "turnlanes", **arguments: Any) -> Client:
+    def connecting(served: ServedNode, scheme: str = "turnlanes", **arguments: Any) -> Client:
         clients.append(connect(f"{scheme}://{served.plane.address}", **arguments))
         return clients[-1]
 
@@ -273,18 +278,18 @@ def connected() -> Iterator[Callable[..., Client]]:
 Connected = Callable[..., Client]
 
 
-def _shown(identity: CertAndKey) -> dict[str, Path]:
+def _list_visible(identity: CertAndKey) -> dict[str, Path]:
     cert, key = identity
     return {"tls_cert": cert, "tls_key": key}
 
 
 def test_events_are_published_over_tls(
-    serve: Serve, certificates: Certificates, connected: Connected
+    serve: Serve, certificates: Certificates, connect_client: Connected
 ) -> None:
     served = serve(
         QUEUES, tls=TlsSettings(**certificates.server_knob()), authority=Authority(TOKENS)
     )
-    client = connected(served, tls_ca=certificates.ca, token="boss")
+    client = connect_client(served, tls_ca=certificates.ca, token="boss")
     queue = client.queue("orders")
     queue.producer().publish(b"secret")
     with queue.get(timeout=10) as batch:
@@ -293,32 +298,32 @@ def test_events_are_published_over_tls(
 
 @pytest.mark.parametrize("scheme", ["turnlane", "turnlanes"])
 def test_client_without_tls_or_with_another_authority_cannot_connect(
-    serve: Serve, certificates: Certificates, connected: Connected, scheme: str
+    serve: Serve, certificates: Certificates, connect_client: Connected, scheme: str
 ) -> None:
     served = serve(QUEUES, tls=TlsSettings(**certificates.server_knob()))
     arguments = {"tls_ca": certificates.strangers_ca} if scheme == "turnlanes" else {}
     with pytest.raises(TransportDown):
-        connected(served, scheme, **arguments).nodes[0].ping(timeout=5)
+        connect_client(served, scheme, **arguments).nodes[0].ping(timeout=5)
 
 
 def test_mutual_tls_requires_a_certificate_of_the_authority(
-    serve: Serve, certificates: Certificates, connected: Connected
+    serve: Serve, certificates: Certificates, connect_client: Connected
 ) -> None:
     served = serve(QUEUES, tls=TlsSettings(**certificates.server_knob(mutual=True)))
-    good = connected(served, tls_ca=certificates.ca, **_shown(certificates.client))
+    good = connect_client(served, tls_ca=certificates.ca, **_list_visible(certificates.client))
     assert good.nodes[0].ping() == served.node.instance
-    for bad in ({}, _shown(certificates.stranger)):
+    for bad in ({}, _list_visible(certificates.stranger)):
         with pytest.raises(TransportDown):
-            connected(served, tls_ca=certificates.ca, **bad).nodes[0].ping(timeout=5)
+            connect_client(served, tls_ca=certificates.ca, **bad).nodes[0].ping(timeout=5)
 
 
 def test_expired_certificate_is_refused(
-    serve: Serve, certificates: Certificates, connected: Connected
+    serve: Serve, certificates: Certificates, connect_client: Connected
 ) -> None:
     cert, key = certificates.issue("old", not_after=PAST, not_before=PAST)
     served = serve(QUEUES, tls=TlsSettings(cert=cert, key=key))
     with pytest.raises(TransportDown):
-        connected(served, tls_ca=certificates.ca).nodes[0].ping(timeout=5)
+        connect_client(served, tls_ca=certificates.ca).nodes[0].ping(timeout=5)
 
 
 # Listening

@@ -31,13 +31,13 @@ LONG = 20.0
 
 
 @pytest.fixture
-def memory() -> Iterator[Queue]:
+def memory_queue() -> Iterator[Queue]:
     with open_queue(kind="memory") as queue:
         yield queue
 
 
 @pytest.fixture
-def small() -> Iterator[Queue]:
+def small_queue() -> Iterator[Queue]:
     """A queue with room for one event."""
     with open_queue(kind="memory", size=1) as queue:
         yield queue
@@ -51,12 +51,12 @@ def node(tmp_path: Path) -> Iterator[Service]:
         yield service
 
 
-def url_of(node: Service) -> str:
+def build_url(node: Service) -> str:
     return node.url("flight")
 
 
 @contextmanager
-def logging_to(handler: TurnlaneHandler, name: str = "app.orders") -> Iterator[logging.Logger]:
+def log_to(handler: TurnlaneHandler, name: str = "app.orders") -> Iterator[logging.Logger]:
     logger = logging.getLogger(name)
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
@@ -68,7 +68,7 @@ def logging_to(handler: TurnlaneHandler, name: str = "app.orders") -> Iterator[l
         handler.close()
 
 
-def events_in(queue: Queue, count: int) -> list[Event]:
+def read_events(queue: Queue, count: int) -> list[Event]:
     events: list[Event] = []
     while len(events) < count:
         with queue.get(timeout=PATIENCE) as batch:
@@ -76,19 +76,19 @@ def events_in(queue: Queue, count: int) -> list[Event]:
     return events
 
 
-def values_in(queue: Queue, count: int) -> list[bytes | None]:
-    return [event.value for event in events_in(queue, count)]
+def read_values(queue: Queue, count: int) -> list[bytes | None]:
+    return [event.value for event in read_events(queue, count)]
 
 
 # ── records as events ────────────────────────────────────────────────────────────────────────────
 
 
-def test_log_record_becomes_an_event(memory: Queue) -> None:
-    handler = TurnlaneHandler(memory, exit_timeout=0, headers={"app": "shop"}, source="web-1")
-    with logging_to(handler) as logger:
+def test_log_record_becomes_an_event(memory_queue: Queue) -> None:
+    handler = TurnlaneHandler(memory_queue, exit_timeout=0, headers={"app": "shop"}, source="web-1")
+    with log_to(handler) as logger:
         before = time.time_ns() // 1000
         logger.warning("%d left", 3)
-        (event,) = events_in(memory, 1)
+        (event,) = read_events(memory_queue, 1)
     assert (event.value, event.key, event.severity) == (b"3 left", "app.orders", 4)
     assert (event.headers, event.source) == ({"app": "shop"}, "web-1")
     assert event.timestamp is not None
@@ -112,15 +112,15 @@ def test_log_levels_become_syslog_severities(level: int, severity: int) -> None:
     assert get_severity(level) == severity
 
 
-def test_formatter_makes_the_value(memory: Queue) -> None:
-    handler = TurnlaneHandler(memory, exit_timeout=0)
+def test_formatter_makes_the_value(memory_queue: Queue) -> None:
+    handler = TurnlaneHandler(memory_queue, exit_timeout=0)
     handler.setFormatter(JsonFormatter())
-    with logging_to(handler) as logger:
+    with log_to(handler) as logger:
         try:
             raise ValueError("bad")  # noqa: TRY301
         except ValueError:
             logger.exception("failed for %s", "ann", extra={"user": 5, "path": Path("x")})
-        (event,) = events_in(memory, 1)
+        (event,) = read_events(memory_queue, 1)
     entry = json.loads(event.value or b"")
     assert entry["message"] == "failed for ann"
     assert (entry["level"], entry["logger"]) == ("ERROR", "app.orders")
@@ -128,79 +128,81 @@ def test_formatter_makes_the_value(memory: Queue) -> None:
     assert "ValueError: bad" in entry["exception"]
 
 
-def test_headers_can_depend_on_the_record(memory: Queue) -> None:
+def test_headers_can_depend_on_the_record(memory_queue: Queue) -> None:
     handler = TurnlaneHandler(
-        memory, exit_timeout=0, headers=lambda record: {"line": str(record.lineno > 0)}
+        memory_queue, exit_timeout=0, headers=lambda record: {"line": str(record.lineno > 0)}
     )
-    with logging_to(handler) as logger:
+    with log_to(handler) as logger:
         logger.info("x")
-        (event,) = events_in(memory, 1)
+        (event,) = read_events(memory_queue, 1)
     assert event.headers == {"line": "True"}
 
 
-def test_text_with_surrogates_is_sent(memory: Queue) -> None:
-    with logging_to(TurnlaneHandler(memory, exit_timeout=0), "app.\udc80") as logger:
+def test_text_with_surrogates_is_sent(memory_queue: Queue) -> None:
+    with log_to(TurnlaneHandler(memory_queue, exit_timeout=0), "app.\udc80") as logger:
         logger.info("file \udc80")
-        (event,) = events_in(memory, 1)
+        (event,) = read_events(memory_queue, 1)
     assert (event.value, event.key) == (b"file \\udc80", "app.\\udc80")
 
 
-def test_filters_and_levels_are_applied(memory: Queue) -> None:
-    handler = TurnlaneHandler(memory, level=logging.WARNING, exit_timeout=0)
+def test_filters_and_levels_are_applied(memory_queue: Queue) -> None:
+    handler = TurnlaneHandler(memory_queue, level=logging.WARNING, exit_timeout=0)
     handler.addFilter(lambda record: "secret" not in record.getMessage())
-    with logging_to(handler) as logger:
+    with log_to(handler) as logger:
         logger.info("too low")
         logger.error("a secret")
         logger.error("told")
-        assert values_in(memory, 1) == [b"told"]
+        assert read_values(memory_queue, 1) == [b"told"]
 
 
-def test_records_of_turnlane_itself_are_not_sent(memory: Queue) -> None:
-    handler = TurnlaneHandler(memory, exit_timeout=0)
+def test_records_of_turnlane_itself_are_not_sent(memory_queue: Queue) -> None:
+    handler = TurnlaneHandler(memory_queue, exit_timeout=0)
     for name in ("turnlane", "turnlane.queues.proxy", "pyarrow.flight"):
-        with logging_to(TurnlaneHandler(memory, exit_timeout=0), name) as logger:
+        with log_to(TurnlaneHandler(memory_queue, exit_timeout=0), name) as logger:
             logger.error("no")
-    with logging_to(handler) as logger:
+    with log_to(handler) as logger:
         logger.info("yes")
-        assert values_in(memory, 1) == [b"yes"]
+        assert read_values(memory_queue, 1) == [b"yes"]
 
 
-def test_logging_from_within_the_handler_does_not_recurse(memory: Queue) -> None:
-    def talkative(record: logging.LogRecord) -> dict[str, str]:
+def test_logging_from_within_the_handler_does_not_recurse(memory_queue: Queue) -> None:
+    def format_and_log(record: logging.LogRecord) -> dict[str, str]:
         logging.getLogger("app.orders").warning("about %s", record.msg)
         return {}
 
-    handler = TurnlaneHandler(memory, exit_timeout=0, headers=talkative)
-    with logging_to(handler) as logger:
+    handler = TurnlaneHandler(memory_queue, exit_timeout=0, headers=format_and_log)
+    with log_to(handler) as logger:
         logger.info("once")
-        assert values_in(memory, 1) == [b"once"]
-        assert memory.stats().ledger.accepted == 1
+        assert read_values(memory_queue, 1) == [b"once"]
+        assert memory_queue.stats().ledger.accepted == 1
 
 
 # ── full queues and errors ───────────────────────────────────────────────────────────────────────
 
 
-def test_full_queue_drops_and_counts_without_blocking(small: Queue) -> None:
-    handler = TurnlaneHandler(small, exit_timeout=0)
-    with logging_to(handler) as logger:
+def test_full_queue_drops_and_counts_without_blocking(small_queue: Queue) -> None:
+    handler = TurnlaneHandler(small_queue, exit_timeout=0)
+    with log_to(handler) as logger:
         for number in range(5):
             logger.info("%d", number)
         assert handler.dropped == 4
-        assert values_in(small, 1) == [b"0"]
+        assert read_values(small_queue, 1) == [b"0"]
 
 
-def test_dropped_records_can_go_to_stderr(small: Queue, capsys: pytest.CaptureFixture[str]) -> None:
-    handler = TurnlaneHandler(small, exit_timeout=0, on_full="stderr")
-    with logging_to(handler) as logger:
+def test_dropped_records_can_go_to_stderr(
+    small_queue: Queue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = TurnlaneHandler(small_queue, exit_timeout=0, on_full="stderr")
+    with log_to(handler) as logger:
         logger.info("in")
         logger.info("beside")
         assert capsys.readouterr().err == "beside\n"
         assert handler.dropped == 1
 
 
-def test_wait_for_room_ends_at_the_configured_time(small: Queue) -> None:
-    handler = TurnlaneHandler(small, exit_timeout=0, block_for=0.2)
-    with logging_to(handler) as logger:
+def test_wait_for_room_ends_at_the_configured_time(small_queue: Queue) -> None:
+    handler = TurnlaneHandler(small_queue, exit_timeout=0, block_for=0.2)
+    with log_to(handler) as logger:
         logger.info("in")
         start = time.monotonic()
         logger.info("dropped")
@@ -208,21 +210,21 @@ def test_wait_for_room_ends_at_the_configured_time(small: Queue) -> None:
         assert handler.dropped == 1
 
 
-def test_record_is_sent_if_room_comes_in_time(small: Queue) -> None:
-    handler = TurnlaneHandler(small, exit_timeout=0, block_for=LONG)
-    with logging_to(handler) as logger:
+def test_record_is_sent_if_room_comes_in_time(small_queue: Queue) -> None:
+    handler = TurnlaneHandler(small_queue, exit_timeout=0, block_for=LONG)
+    with log_to(handler) as logger:
         logger.info("first")
         waiting = threading.Thread(target=logger.info, args=("second",))
         waiting.start()
-        assert values_in(small, 2) == [b"first", b"second"]
+        assert read_values(small_queue, 2) == [b"first", b"second"]
         waiting.join(PATIENCE)
         assert handler.dropped == 0
 
 
-def test_waiting_threads_do_not_delay_each_other(small: Queue) -> None:
+def test_waiting_threads_do_not_delay_each_other(small_queue: Queue) -> None:
     """All threads wait at the same time: ten take about as long as one."""
-    handler = TurnlaneHandler(small, exit_timeout=0, block_for=0.5)
-    with logging_to(handler) as logger:
+    handler = TurnlaneHandler(small_queue, exit_timeout=0, block_for=0.5)
+    with log_to(handler) as logger:
         logger.info("in")
         threads = [threading.Thread(target=logger.info, args=("x",)) for _ in range(10)]
         start = time.monotonic()
@@ -235,10 +237,10 @@ def test_waiting_threads_do_not_delay_each_other(small: Queue) -> None:
 
 
 def test_errors_do_not_leave_the_handler(
-    memory: Queue, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    memory_queue: Queue, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = logging.makeLogRecord({"msg": "%d", "args": ("no number",)})
-    handler = TurnlaneHandler(memory, exit_timeout=0)
+    handler = TurnlaneHandler(memory_queue, exit_timeout=0)
     handler.handle(broken)
     assert "--- Logging error ---" in capsys.readouterr().err
     monkeypatch.setattr(logging, "raiseExceptions", False)
@@ -247,26 +249,26 @@ def test_errors_do_not_leave_the_handler(
     handler.close()
 
 
-def test_closed_queue_causes_no_error(memory: Queue) -> None:
-    handler = TurnlaneHandler(memory, exit_timeout=0)
-    with logging_to(handler) as logger:
-        memory.close()
+def test_closed_queue_causes_no_error(memory_queue: Queue) -> None:
+    handler = TurnlaneHandler(memory_queue, exit_timeout=0)
+    with log_to(handler) as logger:
+        memory_queue.close()
         logger.info("too late")
         assert handler.dropped == 1
 
 
-def test_closed_handler_sends_nothing(memory: Queue) -> None:
-    handler = TurnlaneHandler(memory, exit_timeout=0)
+def test_closed_handler_sends_nothing(memory_queue: Queue) -> None:
+    handler = TurnlaneHandler(memory_queue, exit_timeout=0)
     handler.close()
     handler.close()
     handler.handle(logging.makeLogRecord({"name": "x", "msg": "late"}))
     assert handler.dropped == 1
-    assert memory.stats().ledger.accepted == 0
+    assert memory_queue.stats().ledger.accepted == 0
 
 
-def test_slow_flush_is_logged_once(memory: Queue, capsys: pytest.CaptureFixture[str]) -> None:
-    handler = TurnlaneHandler(memory, exit_timeout=0.05)
-    with logging_to(handler) as logger:
+def test_slow_flush_is_logged_once(memory_queue: Queue, capsys: pytest.CaptureFixture[str]) -> None:
+    handler = TurnlaneHandler(memory_queue, exit_timeout=0.05)
+    with log_to(handler) as logger:
         logger.info("nobody reads it")
         handler.flush()  # like logging.shutdown()
         handler.close()
@@ -284,10 +286,10 @@ def test_slow_flush_is_logged_once(memory: Queue, capsys: pytest.CaptureFixture[
     ],
 )
 def test_wrong_arguments_are_refused(
-    memory: Queue, arguments: dict[str, Any], message: str
+    memory_queue: Queue, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        TurnlaneHandler(**{"queue": memory, **arguments})
+        TurnlaneHandler(**{"queue": memory_queue, **arguments})
 
 
 # ── ending ───────────────────────────────────────────────────────────────────────────────────────
@@ -313,22 +315,22 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_normal_exit_loses_nothing(node: Service) -> None:
-    done = run(PROGRAM + "sys.exit(3)", url_of(node))
+    done = run(PROGRAM + "sys.exit(3)", build_url(node))
     assert (done.returncode, done.stderr) == (3, "")
-    values = values_in(node.node.queue("logs"), 1000)
+    values = read_values(node.node.queue("logs"), 1000)
     assert values == [b"INFO:app:%d" % number for number in range(1000)]
 
 
 def test_removed_but_open_handler_loses_nothing(node: Service) -> None:
     """``logging`` keeps only weak references to handlers, so the records would be lost."""
     removed = PROGRAM + "logging.getLogger().handlers.clear()\n"
-    done = run(removed, url_of(node))
+    done = run(removed, build_url(node))
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(values_in(node.node.queue("logs"), 1000)) == 1000
+    assert len(read_values(node.node.queue("logs"), 1000)) == 1000
 
 
-def test_closed_handler_is_forgotten(memory: Queue) -> None:
-    handler = TurnlaneHandler(memory)
+def test_closed_handler_is_forgotten(memory_queue: Queue) -> None:
+    handler = TurnlaneHandler(memory_queue)
     handler.close()
     forgotten = weakref.ref(handler)
     del handler
@@ -344,7 +346,7 @@ def test_local_disk_queue_has_everything_after_exit(tmp_path: Path) -> None:
     done = run(opened + local)
     assert (done.returncode, done.stderr) == (0, "")
     with open_queue(kind="disk", path=tmp_path) as queue:
-        assert len(values_in(queue, 1000)) == 1000
+        assert len(read_values(queue, 1000)) == 1000
 
 
 def test_unreachable_node_delays_the_exit_only_by_its_timeout() -> None:
@@ -391,9 +393,9 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("program", [FORKING, MULTIPROCESSING], ids=["fork", "multiprocessing"])
 def test_forked_process_sends_its_own_records(node: Service, program: str) -> None:
-    done = run(program, url_of(node))
+    done = run(program, build_url(node))
     assert (done.returncode, done.stderr) == (0, "")
-    values = values_in(node.node.queue("logs"), 3)
+    values = read_values(node.node.queue("logs"), 3)
     assert sorted(map(str, values)) == [
         "b'INFO:app:child'",
         "b'INFO:app:parent, after'",
@@ -419,14 +421,14 @@ def test_ending_forked_process_does_not_close_the_parents_queue(tmp_path: Path) 
     done = run(FORKING_WITH_A_QUEUE, str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     with open_queue(kind="disk", path=tmp_path) as queue:
-        assert values_in(queue, 2) == [b"one", b"two"]
+        assert read_values(queue, 2) == [b"one", b"two"]
         assert queue.stats().ledger.accepted == 2
 
 
 def test_relay_publishes_until_its_pipe_ends(
     node: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    about = {"url": url_of(node), "name": "logs", "options": {}, "exit_timeout": PATIENCE}
+    about = {"url": build_url(node), "name": "logs", "options": {}, "exit_timeout": PATIENCE}
     event = {"headers": {"a": "b"}, "timestamp": 5, "severity": 6, "source": "web-1"}
     large = "x" * (65 << 20)
     frames = [about, ["one", "app", event], PATIENCE, [large, "app", event], ["two", None, event]]
@@ -434,7 +436,7 @@ def test_relay_publishes_until_its_pipe_ends(
     fork_relay.serve(io.BytesIO("\n".join(map(json.dumps, frames)).encode()), answers)
     assert answers.getvalue() == b"."
     assert "a record of logger 'app' is lost: 1 events of 68" in capsys.readouterr().err
-    one, two = events_in(node.node.queue("logs"), 2)
+    one, two = read_events(node.node.queue("logs"), 2)
     assert (one.value, one.key, one.headers, one.timestamp) == (b"one", "app", {"a": "b"}, 5)
     assert (two.value, two.key, two.severity, two.source) == (b"two", None, 6, "web-1")
 
@@ -442,12 +444,12 @@ def test_relay_publishes_until_its_pipe_ends(
 def test_refused_record_does_not_end_the_relay(
     node: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    about = {"url": url_of(node), "name": "logs", "options": {}, "exit_timeout": PATIENCE}
+    about = {"url": build_url(node), "name": "logs", "options": {}, "exit_timeout": PATIENCE}
     wrong = [{"headers": {"a": 1}}, {"headers": "a"}, {"severity": 9}, {"timestamp": 1 << 80}]
     frames = [about, *(["bad", "app", each] for each in wrong), ["good", "app", {}]]
     fork_relay.serve(io.BytesIO("\n".join(map(json.dumps, frames)).encode()), io.BytesIO())
     assert capsys.readouterr().err.count("a record of logger 'app' is lost") == len(wrong)
-    assert values_in(node.node.queue("logs"), 1) == [b"good"]
+    assert read_values(node.node.queue("logs"), 1) == [b"good"]
 
 
 def test_late_answer_is_not_mistaken_for_the_next_one(
@@ -457,7 +459,7 @@ def test_late_answer_is_not_mistaken_for_the_next_one(
     slow.write_text("#!/bin/sh\nread about; read one; read two; echo . ; sleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(slow))
-    sending = fork_relay.ForkRelay(url_of(node), "logs", {}, 0.1)
+    sending = fork_relay.ForkRelay(build_url(node), "logs", {}, 0.1)
     assert not sending.flush(0.01)
     assert not sending.flush(0.5), "the answer was to the first"
     sending._process.kill()
@@ -468,7 +470,7 @@ def test_ended_relay_refuses_records_without_an_error(
     node: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    sending = fork_relay.ForkRelay(url_of(node), "logs", {}, 0.1)
+    sending = fork_relay.ForkRelay(build_url(node), "logs", {}, 0.1)
     assert sending._process.wait(PATIENCE) == 1
     assert not sending.flush(0.1)
 
@@ -481,10 +483,10 @@ def test_ended_relay_refuses_records_without_an_error(
     sending.close()
 
 
-def test_forked_process_does_not_use_the_parents_queue(small: Queue) -> None:
-    handler = TurnlaneHandler(small, exit_timeout=0, on_full="stderr")
+def test_forked_process_does_not_use_the_parents_queue(small_queue: Queue) -> None:
+    handler = TurnlaneHandler(small_queue, exit_timeout=0, on_full="stderr")
     reader, writer = os.pipe()
-    with logging_to(handler) as logger:
+    with log_to(handler) as logger:
         child = os.fork()
         if child == 0:  # pragma: no cover - another process
             os.dup2(writer, 2)
@@ -497,4 +499,4 @@ def test_forked_process_does_not_use_the_parents_queue(small: Queue) -> None:
         with os.fdopen(reader) as errors:
             assert errors.read() == "child\n"
         logger.info("parent")
-        assert values_in(small, 1) == [b"parent"]
+        assert read_values(small_queue, 1) == [b"parent"]

@@ -14,14 +14,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.contract.harness import wait_until
-from tests.node.http_harness import Served, served
+from tests.node.http_harness import HttpNode, serve_http
 from turnlane.inputs.api import Counters
 from turnlane.node.http import describe_plane
 from turnlane.node.metrics import NodeCollector
 from turnlane.node.node import Node
 
 
-def test_queues_are_created_shown_and_dropped(shared: Served) -> None:
+def test_queues_are_created_shown_and_dropped(shared: HttpNode) -> None:
     made = shared.http.put("/queues/new", json={"max_bytes": "1Mi", "durability": "always"})
     assert made.status_code == 201
     assert made.json()["settings"]["max_bytes"] == 2**20
@@ -40,7 +40,7 @@ def test_queues_are_created_shown_and_dropped(shared: Served) -> None:
     assert shared.http.delete("/queues/new").status_code == 404
 
 
-def test_drop_of_a_configured_queue_is_refused(shared: Served) -> None:
+def test_drop_of_a_configured_queue_is_refused(shared: HttpNode) -> None:
     answer = shared.http.delete("/queues/orders")
     assert (answer.status_code, answer.json()["error"]) == (400, "ConfigError")
 
@@ -61,7 +61,7 @@ def test_drop_of_a_configured_queue_is_refused(shared: Served) -> None:
     ],
 )
 def test_queue_with_wrong_settings_is_refused_with_the_reason(
-    shared: Served, name: str, body: Any, said: str | None
+    shared: HttpNode, name: str, body: Any, said: str | None
 ) -> None:
     answer = shared.http.put(f"/queues/{name}", json=body)
     if said is None:
@@ -89,7 +89,7 @@ def test_queue_with_wrong_settings_is_refused_with_the_reason(
     ],
 )
 def test_unknown_path_is_404_and_unknown_method_is_405(
-    shared: Served, method: str, path: str, status: int
+    shared: HttpNode, method: str, path: str, status: int
 ) -> None:
     answer = shared.http.request(method, path)
     assert answer.status_code == status
@@ -98,14 +98,14 @@ def test_unknown_path_is_404_and_unknown_method_is_405(
         assert answer.json()["status"] == status
 
 
-def test_running_node_is_alive_and_ready(shared: Served) -> None:
+def test_running_node_is_alive_and_ready(shared: HttpNode) -> None:
     assert shared.http.get("/healthz").json() == {"status": "ok"}
     assert shared.http.get("/readyz").json() == {"status": "ready"}
 
 
 def test_starting_node_is_not_ready(tmp_path: Path) -> None:
     waiting: list[str | None] = ["inputs"]
-    with served(tmp_path, waiting_for=lambda: waiting[0]) as at:
+    with serve_http(tmp_path, waiting_for=lambda: waiting[0]) as at:
         answer = at.http.get("/readyz")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert answer.json()["reasons"] == ["the node is starting: inputs"]
@@ -117,7 +117,7 @@ def test_starting_node_is_not_ready(tmp_path: Path) -> None:
 
 
 def test_node_with_a_failing_disk_is_not_ready_and_names_the_queue(tmp_path: Path) -> None:
-    with served(tmp_path) as at:
+    with serve_http(tmp_path) as at:
         at.disk.fail("sync", times=None, match="chunk")
         at.post(b"x", params={"timeout": "0"})
         wait_until(lambda: at.http.get("/readyz").status_code == 503)
@@ -143,7 +143,7 @@ class FakeInput:
         return self
 
 
-def samples(text: str) -> dict[tuple[str, ...], float]:
+def read_samples(text: str) -> dict[tuple[str, ...], float]:
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
@@ -152,7 +152,7 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 
 
 def test_metrics_count_the_events_of_a_queue(tmp_path: Path) -> None:
-    with served(tmp_path) as at:
+    with serve_http(tmp_path) as at:
         at.post([{"value": "x"}] * 5)
         lease = at.take(max_events=2).json()["lease"]
         at.http.post(f"/leases/{lease}/release")
@@ -161,7 +161,7 @@ def test_metrics_count_the_events_of_a_queue(tmp_path: Path) -> None:
         at.take(max_events=1)
         answer = at.http.get("/metrics")
         assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-        found = samples(answer.text)
+        found = read_samples(answer.text)
     for name, value in {
         "queue_size": 3,
         "queue_pending_events": 3,
@@ -182,7 +182,7 @@ def test_metrics_count_the_events_of_a_queue(tmp_path: Path) -> None:
 
 
 def test_documented_metric_names_exist(tmp_path: Path) -> None:
-    with served(tmp_path) as at:
+    with serve_http(tmp_path) as at:
         text = at.http.get("/metrics").text
     for name in (
         *("size", "bytes", "max_size", "max_bytes", "utilization_ratio", "disk_available_bytes"),
@@ -209,7 +209,7 @@ def test_inputs_with_the_same_label_are_added_up(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     with Node(tmp_path, {"orders": {}}) as node:
         registry.register(NodeCollector(node, inputs))
-        found = samples(generate_latest(registry).decode())
+        found = read_samples(generate_latest(registry).decode())
     assert found["turnlane_input_events_total", "syslog"] == 5
     assert found["turnlane_input_bytes_total", "syslog"] == 10
     assert found["turnlane_input_connections", "b"] == 0
@@ -234,7 +234,7 @@ def test_promtool_accepts_the_metrics(tmp_path: Path) -> None:
 # ── the description ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_document_and_routes_have_the_same_operations(shared: Served) -> None:
+def test_document_and_routes_have_the_same_operations(shared: HttpNode) -> None:
     described = shared.http.get("/openapi.json").json()
     assert described == describe_plane()
     for path, operations in described["paths"].items():

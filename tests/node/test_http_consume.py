@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import wait_until
-from tests.node.http_harness import Served, served
+from tests.node.http_harness import HttpNode, serve_http
 from tests.queue_internals import state_of
 from turnlane.node.http.consume import POLLS
 
 
-def values(answer: dict[str, Any]) -> list[str]:
+def get_values(answer: dict[str, Any]) -> list[str]:
     return [event["value"] for event in answer["events"]]
 
 
-def test_lease_returns_events_and_done_settles_them(fresh: Served) -> None:
+def test_lease_returns_events_and_done_settles_them(fresh: HttpNode) -> None:
     first = fresh.orders.end
     fresh.post([{"value": str(number), "key": "k"} for number in range(5)])
     leased = fresh.take(max_events=3).json()
-    assert (leased["first"], leased["attempt"], values(leased)) == (first, 1, ["0", "1", "2"])
+    assert (leased["first"], leased["attempt"], get_values(leased)) == (first, 1, ["0", "1", "2"])
     assert leased["events"][0].keys() == {"offset", "value", "key", "timestamp"}
     assert fresh.http.post(f"/leases/{leased['lease']}/done").status_code == 204
     assert fresh.orders.low == first + 3
@@ -32,14 +32,14 @@ def test_lease_returns_events_and_done_settles_them(fresh: Served) -> None:
     assert (again.status_code, again.json()["error"]) == (404, "NoSuchLease")
 
 
-def test_binary_value_is_returned_in_base64(fresh: Served) -> None:
+def test_binary_value_is_returned_in_base64(fresh: HttpNode) -> None:
     fresh.post(b"\xff\xfe")
     leased = fresh.take().json()
     assert leased["events"][0]["value_base64"] == "//4="
     fresh.http.post(f"/leases/{leased['lease']}/done")
 
 
-def test_released_or_expired_lease_returns_its_events(fresh: Served) -> None:
+def test_released_or_expired_lease_returns_its_events(fresh: HttpNode) -> None:
     dead_before = fresh.orders.stats().ledger.dead
     fresh.post(b"x")
     leased = fresh.take().json()
@@ -47,13 +47,13 @@ def test_released_or_expired_lease_returns_its_events(fresh: Served) -> None:
     second = fresh.take(lease="150ms").json()
     assert second["attempt"] == 2
     third = fresh.take(wait="10s").json()
-    assert (third["attempt"], values(third)) == (3, ["x"])
+    assert (third["attempt"], get_values(third)) == (3, ["x"])
     assert fresh.http.post(f"/leases/{second['lease']}/done").status_code == 404
     assert fresh.http.post(f"/leases/{third['lease']}/dead").status_code == 204
     assert fresh.orders.stats().ledger.dead == dead_before + 1
 
 
-def test_extended_lease_lasts_longer(fresh: Served) -> None:
+def test_extended_lease_lasts_longer(fresh: HttpNode) -> None:
     fresh.post(b"x")
     lease = fresh.take(lease="1m").json()["lease"]
     assert fresh.http.post(f"/leases/{lease}/extend", params={"lease": "100ms"}).status_code == 204
@@ -69,34 +69,34 @@ def test_extended_lease_lasts_longer(fresh: Served) -> None:
     assert fresh.http.post(f"/leases/{lease}/done").status_code == 204
 
 
-def test_empty_queue_is_204_at_once_or_after_the_wait(fresh: Served) -> None:
+def test_empty_queue_is_204_at_once_or_after_the_wait(fresh: HttpNode) -> None:
     began = time.monotonic()
     assert fresh.take().status_code == 204
     assert fresh.take(wait="200ms").status_code == 204
     assert time.monotonic() - began >= 0.2
 
 
-def test_long_poll_is_answered_when_an_event_arrives(fresh: Served) -> None:
+def test_long_poll_is_answered_when_an_event_arrives(fresh: HttpNode) -> None:
     with ThreadPoolExecutor(1) as pool:
         polling = pool.submit(fresh.take, wait="30s")
         wait_until(lambda: state_of(fresh.orders).waiting_readers)
         fresh.post(b"x")
         leased = polling.result().json()
-        assert values(leased) == ["x"]
+        assert get_values(leased) == ["x"]
         fresh.http.post(f"/leases/{leased['lease']}/done")
 
 
-def test_client_that_leaves_a_long_poll_takes_no_events(fresh: Served) -> None:
+def test_client_that_leaves_a_long_poll_takes_no_events(fresh: HttpNode) -> None:
     with socket.create_connection((fresh.plane.address.host, fresh.plane.address.port)) as sock:
         sock.sendall(b"GET /queues/orders/events?wait=30s HTTP/1.1\r\nhost: localhost\r\n\r\n")
         wait_until(lambda: state_of(fresh.orders).waiting_readers)
     fresh.post(b"x")
     leased = fresh.take(wait="20s").json()
-    assert values(leased) == ["x"]
+    assert get_values(leased) == ["x"]
     fresh.http.post(f"/leases/{leased['lease']}/done")
 
 
-def test_waiting_polls_do_not_delay_publishers(fresh: Served) -> None:
+def test_waiting_polls_do_not_delay_publishers(fresh: HttpNode) -> None:
     polls = 40
     assert polls < POLLS
     with ThreadPoolExecutor(polls) as pool:
@@ -120,7 +120,7 @@ def test_waiting_polls_do_not_delay_publishers(fresh: Served) -> None:
     ],
 )
 def test_wrong_parameter_is_named_and_takes_no_events(
-    fresh: Served, params: dict[str, Any], said: str
+    fresh: HttpNode, params: dict[str, Any], said: str
 ) -> None:
     fresh.post(b"x")
     answer = fresh.take(**params)
@@ -128,16 +128,16 @@ def test_wrong_parameter_is_named_and_takes_no_events(
     assert fresh.orders.stats().in_flight == 0
 
 
-def test_peek_takes_no_events(fresh: Served) -> None:
+def test_peek_takes_no_events(fresh: HttpNode) -> None:
     first = fresh.orders.end
     fresh.post([{"value": str(number)} for number in range(5)])
     peek = fresh.http.get("/queues/orders/peek", params={"first": first + 1, "max": 2}).json()
-    assert (peek["low"], peek["end"], values(peek)) == (first, first + 5, ["1", "2"])
+    assert (peek["low"], peek["end"], get_values(peek)) == (first, first + 5, ["1", "2"])
     assert fresh.http.get("/queues/orders/peek", params={"first": first + 5}).json()["events"] == []
     assert fresh.orders.stats().in_flight == 0
 
 
-def test_peek_reads_across_stored_blocks(fresh: Served) -> None:
+def test_peek_reads_across_stored_blocks(fresh: HttpNode) -> None:
     first = fresh.orders.end
     for number in range(6):
         fresh.post([{"value": str(number)}])
@@ -147,12 +147,12 @@ def test_peek_reads_across_stored_blocks(fresh: Served) -> None:
             ]
     look = {"first": first, "max": 5}
     peek = fresh.http.get("/queues/orders/peek", params=look).json()
-    assert values(peek) == ["0", "1", "2", "3", "4"]
+    assert get_values(peek) == ["0", "1", "2", "3", "4"]
     assert [event["offset"] for event in peek["events"]] == list(range(first, first + 5))
     fresh.http.post(f"/leases/{lease}/release")
 
 
-def test_range_is_settled_by_offset(fresh: Served) -> None:
+def test_range_is_settled_by_offset(fresh: HttpNode) -> None:
     first = fresh.orders.end
     fresh.post([{"value": "x"}] * 4)
     answer = fresh.http.post("/queues/orders/settle", json={"first": first, "end": first + 3})
@@ -176,12 +176,12 @@ def test_range_is_settled_by_offset(fresh: Served) -> None:
         ([], "the body is an object, not an array"),
     ],
 )
-def test_invalid_range_is_refused(fresh: Served, body: Any, said: str) -> None:
+def test_invalid_range_is_refused(fresh: HttpNode, body: Any, said: str) -> None:
     answer = fresh.http.post("/queues/orders/settle", json=body)
     assert (answer.status_code, said in answer.json()["detail"]) == (400, True)
 
 
-def test_head_request_takes_no_events(fresh: Served) -> None:
+def test_head_request_takes_no_events(fresh: HttpNode) -> None:
     fresh.post(b"x")
     answer = fresh.http.head("/queues/orders/events")
     assert answer.status_code == 405
@@ -189,14 +189,14 @@ def test_head_request_takes_no_events(fresh: Served) -> None:
     assert fresh.orders.stats().in_flight == 0
 
 
-def test_unknown_verb_or_lease_is_404(fresh: Served) -> None:
+def test_unknown_verb_or_lease_is_404(fresh: HttpNode) -> None:
     assert fresh.http.post("/leases/x/done").json()["error"] == "NoSuchLease"
     assert fresh.http.post("/leases/x/eat").status_code == 404
     assert fresh.http.get("/leases/x/done").status_code == 405
 
 
 def test_stop_ends_polls_at_once(tmp_path: Path) -> None:
-    with served(tmp_path) as at, ThreadPoolExecutor(1) as pool:
+    with serve_http(tmp_path) as at, ThreadPoolExecutor(1) as pool:
         polling = pool.submit(at.take, wait="50s")
         wait_until(lambda: state_of(at.orders).waiting_readers)
         began = time.monotonic()

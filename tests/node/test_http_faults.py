@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from tests.contract.harness import wait_until
-from tests.node.http_harness import Served, served
+from tests.node.http_harness import HttpNode, serve_http
 from turnlane.events import get_values
 from turnlane.node.node import Node
 from turnlane.queues.buffered import BufferedQueue
@@ -27,11 +27,11 @@ from turnlane.queues.buffered import BufferedQueue
 DURABLE = {"orders": {"durability": "always"}, "other": {"kind": "memory"}}
 
 
-def values(at: Served) -> list[bytes]:
-    return values_in(at.orders)
+def read_orders(at: HttpNode) -> list[bytes]:
+    return read_values(at.orders)
 
 
-def values_in(queue: BufferedQueue) -> list[bytes]:
+def read_values(queue: BufferedQueue) -> list[bytes]:
     """Return all values: one read returns one stored block, which may not be all."""
     found: list[bytes] = []
     while (read := queue.read(queue.low + len(found), 100_000)) is not None:
@@ -41,7 +41,7 @@ def values_in(queue: BufferedQueue) -> list[bytes]:
 
 
 def test_full_disk_is_503_for_its_queue_until_it_recovers(tmp_path: Path) -> None:
-    with served(tmp_path, DURABLE) as at:
+    with serve_http(tmp_path, DURABLE) as at:
         assert at.post(b"before").status_code == 200
         at.disk.fill()
         pending = at.post(b"during", params={"timeout": "200ms"})
@@ -57,7 +57,7 @@ def test_full_disk_is_503_for_its_queue_until_it_recovers(tmp_path: Path) -> Non
             wait_until(lambda: at.orders.stats().blocked_publishers == 1)
             at.disk.unfill()
             assert waiting.result().status_code == 200
-        assert values(at) == [b"before", b"during", b"after"]
+        assert read_orders(at) == [b"before", b"during", b"after"]
         wait_until(lambda: at.http.get("/readyz").status_code == 200)
 
 
@@ -65,7 +65,7 @@ def test_numbered_request_refused_on_a_full_disk_is_accepted_once(
     tmp_path: Path,
 ) -> None:
     headers = {"producer-id": "p", "sequence": "0"}
-    with served(tmp_path, DURABLE) as at:
+    with serve_http(tmp_path, DURABLE) as at:
         at.disk.fill()
         first = at.post([{"value": "a"}, {"value": "b"}], headers=headers, params={"timeout": "0"})
         assert first.status_code == 503
@@ -74,24 +74,24 @@ def test_numbered_request_refused_on_a_full_disk_is_accepted_once(
         again = at.post([{"value": "a"}, {"value": "b"}], headers=headers)
         assert again.status_code == 200
         assert again.json()["accepted"] + again.json()["repeated"] == 2
-        assert values(at) == [b"a", b"b"]
+        assert read_orders(at) == [b"a", b"b"]
 
 
 def test_events_of_a_failed_sync_are_not_answered_with_200(tmp_path: Path) -> None:
     """After a failed sync the disk is in doubt: the events are given up and reported."""
-    with served(tmp_path, DURABLE) as at:
+    with serve_http(tmp_path, DURABLE) as at:
         at.disk.fail("sync", times=3, match="chunk")
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda number: at.post(b"%d" % number), range(24)))
         told = {number for number, answer in enumerate(answers) if answer.status_code == 200}
         assert {answer.status_code for answer in answers} <= {200, 503}
-    with served(tmp_path, DURABLE) as at:
-        there = {int(value) for value in values(at)}
+    with serve_http(tmp_path, DURABLE) as at:
+        there = {int(value) for value in read_orders(at)}
     assert told <= there
 
 
 def test_ack_that_cannot_be_stored_is_503_and_the_lease_stays(tmp_path: Path) -> None:
-    with served(tmp_path, DURABLE) as at:
+    with serve_http(tmp_path, DURABLE) as at:
         at.post(b"x")
         lease = at.take().json()["lease"]
         at.disk.fail("write", times=None, match="journal", error=errno.EIO)
@@ -104,9 +104,9 @@ def test_ack_that_cannot_be_stored_is_503_and_the_lease_stays(tmp_path: Path) ->
 
 
 def test_unreadable_disk_is_503(tmp_path: Path) -> None:
-    with served(tmp_path, DURABLE) as at:
+    with serve_http(tmp_path, DURABLE) as at:
         at.post(b"x")
-    with served(tmp_path, DURABLE) as at:
+    with serve_http(tmp_path, DURABLE) as at:
         at.disk.fail("read", times=None, match="chunk")
         failed = at.http.get("/queues/orders/peek")
         assert failed.status_code == 503
@@ -115,7 +115,7 @@ def test_unreadable_disk_is_503(tmp_path: Path) -> None:
 
 
 def test_stuck_and_slow_clients_do_not_affect_others(tmp_path: Path) -> None:
-    with served(tmp_path, DURABLE, idle_timeout="500ms") as at, contextlib.ExitStack() as stack:
+    with serve_http(tmp_path, DURABLE, idle_timeout="500ms") as at, contextlib.ExitStack() as stack:
         place = (at.plane.address.host, at.plane.address.port)
         head = b"POST /queues/orders/events HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
         for begun in (b"", b"POST /que", head, head + b"half"):
@@ -126,11 +126,11 @@ def test_stuck_and_slow_clients_do_not_affect_others(tmp_path: Path) -> None:
             assert at.post(b"x").status_code == 200
         # All forty are disconnected; the remaining connection is the client of this test.
         wait_until(lambda: at.plane._server.connections <= 1)
-        assert len(values(at)) == 20
+        assert len(read_orders(at)) == 20
 
 
 def test_client_that_leaves_during_a_request_leaves_nothing_behind(tmp_path: Path) -> None:
-    with served(tmp_path, DURABLE) as at:
+    with serve_http(tmp_path, DURABLE) as at:
         place = (at.plane.address.host, at.plane.address.port)
         with socket.create_connection(place) as sock:
             sock.sendall(b"POST /queues/orders/events HTTP/1.1\r\ncontent-length: 9\r\n\r\nhalf")
@@ -139,7 +139,7 @@ def test_client_that_leaves_during_a_request_leaves_nothing_behind(tmp_path: Pat
 
 
 def test_stop_answers_the_running_requests(tmp_path: Path) -> None:
-    with served(tmp_path, DURABLE) as at, ThreadPoolExecutor(1) as pool:
+    with serve_http(tmp_path, DURABLE) as at, ThreadPoolExecutor(1) as pool:
         at.disk.delay("sync", seconds=0.5, match="chunk")
         answer = pool.submit(at.post, b"x")
         wait_until(lambda: at.orders.end == 1)
@@ -234,7 +234,7 @@ def test_killed_node_has_every_acked_event_and_numbered_ones_once(tmp_path: Path
                     sender.join()
             victim.kill()
     with Node(tmp_path, {"orders": {"durability": "always"}}) as node:
-        counts = Counter(value.decode() for value in values_in(node.queue("orders")))
+        counts = Counter(value.decode() for value in read_values(node.queue("orders")))
     for sender in senders:
         assert all(counts[value] >= 1 for value in sender.acked)
     twice = [value for value, count in counts.items() if count > 1 and value.startswith("n")]

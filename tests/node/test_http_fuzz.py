@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from schemathesis import Case
 from schemathesis.specs.openapi import checks
 
-from tests.node.http_harness import Served, served
+from tests.node.http_harness import HttpNode, serve_http
 from turnlane.node.http import describe_plane
 
 DOCUMENTED = [
@@ -29,9 +29,9 @@ DOCUMENTED = [
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpNode]:
     queues: dict[str, dict[str, Any]] = {"0": {"size": 1000, "full_behavior": "drop_oldest"}}
-    with served(tmp_path_factory.mktemp("node"), queues) as running:
+    with serve_http(tmp_path_factory.mktemp("node"), queues) as running:
         yield running
 
 
@@ -42,7 +42,7 @@ def session() -> Iterator[requests.Session]:
 
 
 @schemathesis.serializer("application/x-ndjson")
-def lines(_ctx: Any, value: Any) -> bytes:
+def build_lines(_ctx: Any, value: Any) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode("utf-8", "replace")
 
 
@@ -60,7 +60,7 @@ schema.config.phases.coverage.enabled = "CI" in os.environ
     suppress_health_check=list(HealthCheck),
 )
 def test_every_answer_is_in_the_document(
-    case: Case[Any], shared: Served, session: requests.Session
+    case: Case[Any], shared: HttpNode, session: requests.Session
 ) -> None:
     if "queue" in (case.path_parameters or {}) and len(str(case.path_parameters["queue"])) > 3:
         case.path_parameters["queue"] = "0"  # otherwise nearly every queue would be unknown
@@ -86,7 +86,7 @@ def test_every_answer_is_in_the_document(
     body=st.binary(max_size=100),
 )
 def test_no_generated_request_is_a_server_error(
-    shared: Served, *, method: str, path: str, query: str, headers: dict[str, str], body: bytes
+    shared: HttpNode, *, method: str, path: str, query: str, headers: dict[str, str], body: bytes
 ) -> None:
     encoded = {name: value.encode("latin-1") for name, value in headers.items()}
     place = (shared.plane.address.host, shared.plane.address.port)
@@ -101,7 +101,7 @@ def test_no_generated_request_is_a_server_error(
 
 @settings(max_examples=40, derandomize=True, deadline=None, database=None)
 @given(junk=st.binary(min_size=1, max_size=300))
-def test_bytes_that_are_not_http_do_no_harm(shared: Served, junk: bytes) -> None:
+def test_bytes_that_are_not_http_do_no_harm(shared: HttpNode, junk: bytes) -> None:
     place = (shared.plane.address.host, shared.plane.address.port)
     with socket.create_connection(place, timeout=20) as sock:
         sock.sendall(junk + b"\r\n\r\n")

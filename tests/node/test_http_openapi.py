@@ -11,7 +11,7 @@ import jsonschema_rs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.node.http_harness import Served, served
+from tests.node.http_harness import HttpNode, serve_http
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.node.breakers import BreakerRequest
 from turnlane.node.http import describe_plane
@@ -21,13 +21,13 @@ from turnlane.serving.auth import TokenSettings
 COMPONENTS = describe_plane()["components"]
 
 
-def validator(name: str) -> Any:
+def build_validator(name: str) -> Any:
     """Return the validator of one schema of the document."""
     reference = {"$ref": f"#/components/schemas/{name}", "components": COMPONENTS}
     return jsonschema_rs.Draft202012Validator(reference)
 
 
-NEW_EVENT, EVENT = validator("NewEvent"), validator("Event")
+NEW_EVENT, EVENT = build_validator("NewEvent"), build_validator("Event")
 
 VALUES = ("value", "value_base64", "data")
 NO_TEXT = st.sampled_from(
@@ -99,12 +99,12 @@ def test_operation_ids_are_unique() -> None:
 
 
 def test_breaker_has_the_documented_form(tmp_path: Path) -> None:
-    with served(tmp_path) as at:
+    with serve_http(tmp_path) as at:
         at.node.breakers.permit(BreakerRequest("send", "orders", "task", DeliverySettings()))
         shown = at.http.get("/breakers").json()
         assert shown["breakers"].keys() == {"send"}
-        validator("Breakers").validate(shown)
-        validator("Breaker").validate(at.http.post("/breakers/send/reset").json())
+        build_validator("Breakers").validate(shown)
+        build_validator("Breaker").validate(at.http.post("/breakers/send/reset").json())
 
 
 TOKEN = TokenSettings.model_validate({"name": "t", "secret": "s" * 9, "rights": {"x": ["read"]}})
@@ -112,26 +112,28 @@ TOKEN = TokenSettings.model_validate({"name": "t", "secret": "s" * 9, "rights": 
 
 def test_token_without_the_documented_right_is_refused(tmp_path: Path) -> None:
     document = describe_plane()["paths"]
-    with served(tmp_path, tokens=(TOKEN,)) as at:
+    with serve_http(tmp_path, tokens=(TOKEN,)) as at:
         for path, item in document.items():
             for method, operation in item.items():
                 if method == "parameters":
                     continue
                 url = re.sub(r"\{queue\}|\{table\}", "orders", path)
                 statuses = operation["responses"].keys()
-                assert ask(at, method, url, {}) == (401 if "401" in statuses else 200), path
-                allowed = ask(at, method, url, {"authorization": f"Bearer {'s' * 9}"})
+                assert send_request(at, method, url, {}) == (401 if "401" in statuses else 200), (
+                    path
+                )
+                allowed = send_request(at, method, url, {"authorization": f"Bearer {'s' * 9}"})
                 if "{queue}" in path or "{table}" in path or path == "/metrics":
                     assert allowed == 403, path
                 else:
                     assert allowed in (200, 404), path
 
 
-def ask(at: Served, method: str, url: str, headers: dict[str, str]) -> int:
+def send_request(at: HttpNode, method: str, url: str, headers: dict[str, str]) -> int:
     return at.http.request(method, url, headers=headers).status_code
 
 
 def test_wrong_token_is_reported_before_wrong_parameters(tmp_path: Path) -> None:
-    with served(tmp_path, tokens=(TOKEN,)) as at:
+    with serve_http(tmp_path, tokens=(TOKEN,)) as at:
         for path in ("/queues", "/breakers", "/tables", "/queues/orders/peek"):
             assert at.http.get(f"{path}?nonsense=1").status_code == 401

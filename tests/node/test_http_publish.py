@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contract.harness import wait_until
-from tests.node.http_harness import Served, served
+from tests.node.http_harness import HttpNode, serve_http
 from tests.queue_internals import state_of
 from turnlane.errors import QueueEmpty, QueueFull, StorageFailed
 from turnlane.events import Event, block_of, get_values, iterate_events
@@ -39,16 +39,16 @@ from turnlane.queues.buffered import BufferedQueue
 from turnlane.storage.producer_sequences import MAX_RUNS
 
 
-def stored(at: Served) -> list[Event]:
+def read_stored(at: HttpNode) -> list[Event]:
     found = at.orders.read(0, 10_000)
     return [] if found is None else list(iterate_events(found[1], found[0]))
 
 
-def ndjson(at: Served, text: str | bytes, **more: Any) -> httpx.Response:
+def encode_ndjson(at: HttpNode, text: str | bytes, **more: Any) -> httpx.Response:
     return at.post(text, headers={"content-type": "application/x-ndjson"}, **more)
 
 
-def test_json_event_is_persisted_with_all_its_fields(fresh: Served) -> None:
+def test_json_event_is_persisted_with_all_its_fields(fresh: HttpNode) -> None:
     event = {
         "value": "größe",
         "key": "k",
@@ -64,10 +64,10 @@ def test_json_event_is_persisted_with_all_its_fields(fresh: Served) -> None:
         "accepted": 1, "dropped": 0, "repeated": 0, "first": first, "ack": "persisted"
     }  # fmt: skip
     stamp = 1769860800000001
-    assert stored(fresh) == [Event("größe".encode(), "k", {"a": "b"}, stamp, 3, "s", first)]
+    assert read_stored(fresh) == [Event("größe".encode(), "k", {"a": "b"}, stamp, 3, "s", first)]
 
 
-def test_json_array_keeps_its_order_and_all_forms_of_value(fresh: Served) -> None:
+def test_json_array_keeps_its_order_and_all_forms_of_value(fresh: HttpNode) -> None:
     raw = bytes(range(256))
     content = json.dumps(
         [
@@ -80,30 +80,30 @@ def test_json_array_keeps_its_order_and_all_forms_of_value(fresh: Served) -> Non
     )
     answer = fresh.post(content, headers={"content-type": "application/json"})
     assert answer.json()["accepted"] == 5
-    values = [event.value for event in stored(fresh)]
+    values = [event.value for event in read_stored(fresh)]
     assert values == [b"", raw, '{"a":[1,2.5,null,"ü"]}'.encode(), b"null", b'"\\ud800"']
 
 
-def test_json_lines_are_published_without_empty_lines(fresh: Served) -> None:
-    assert ndjson(fresh, '{"value":"a"}\n\n \r\n{"value":"b"}\r\n').json()["accepted"] == 2
-    assert [event.value for event in stored(fresh)] == [b"a", b"b"]
-    assert ndjson(fresh, "").json() == {
+def test_json_lines_are_published_without_empty_lines(fresh: HttpNode) -> None:
+    assert encode_ndjson(fresh, '{"value":"a"}\n\n \r\n{"value":"b"}\r\n').json()["accepted"] == 2
+    assert [event.value for event in read_stored(fresh)] == [b"a", b"b"]
+    assert encode_ndjson(fresh, "").json() == {
         "accepted": 0, "dropped": 0, "repeated": 0, "first": None, "ack": "persisted"
     }  # fmt: skip
 
 
-def test_other_body_is_one_raw_event_with_fields_from_the_request(fresh: Served) -> None:
+def test_other_body_is_one_raw_event_with_fields_from_the_request(fresh: HttpNode) -> None:
     fresh.post(b"\xff\x00", params={"key": "k", "severity": 7, "timestamp": 5})
     headers = {"x-turnlane-key": "schlüssel".encode(), "x-turnlane-source": b"web"}
     fresh.post(b"", headers={**headers, "content-type": "text/plain"})
-    one, other = stored(fresh)
+    one, other = read_stored(fresh)
     assert (one.value, one.key, one.severity, one.timestamp) == (b"\xff\x00", "k", 7, 5)
     assert (other.value, other.key, other.source) == (b"", "schlüssel", "web")
 
 
-def test_gzipped_body_is_unpacked(fresh: Served) -> None:
+def test_gzipped_body_is_unpacked(fresh: HttpNode) -> None:
     body = gzip.compress(b'{"value":"x"}\n' * 5000)
-    assert ndjson(fresh, body).status_code == 400
+    assert encode_ndjson(fresh, body).status_code == 400
     headers = {"content-type": "application/x-ndjson", "content-encoding": "gzip"}
     assert fresh.post(body, headers=headers).json()["accepted"] == 5000
 
@@ -138,12 +138,12 @@ def test_gzipped_body_is_unpacked(fresh: Served) -> None:
     ],
 )
 def test_invalid_json_is_refused_with_its_place(
-    fresh: Served, body: str | bytes, said: str
+    fresh: HttpNode, body: str | bytes, said: str
 ) -> None:
     answer = fresh.post(body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert said in answer.json()["detail"]
-    assert stored(fresh) == []
+    assert read_stored(fresh) == []
 
 
 @pytest.mark.parametrize(
@@ -156,11 +156,11 @@ def test_invalid_json_is_refused_with_its_place(
     ],
 )
 def test_invalid_line_is_named_and_nothing_is_published(
-    fresh: Served, body: str | bytes, said: str
+    fresh: HttpNode, body: str | bytes, said: str
 ) -> None:
-    answer = ndjson(fresh, body)
+    answer = encode_ndjson(fresh, body)
     assert (answer.status_code, said in answer.json()["detail"]) == (400, True)
-    assert stored(fresh) == []
+    assert read_stored(fresh) == []
 
 
 @pytest.mark.parametrize(
@@ -188,19 +188,19 @@ def test_invalid_line_is_named_and_nothing_is_published(
     ],
 )
 def test_wrong_parameter_is_named(
-    fresh: Served, params: dict[str, Any], headers: dict[str, Any], said: str
+    fresh: HttpNode, params: dict[str, Any], headers: dict[str, Any], said: str
 ) -> None:
     answer = fresh.post(b"x", params=params, headers=headers)
     assert (answer.status_code, said in answer.json()["detail"]) == (400, True)
-    assert stored(fresh) == []
+    assert read_stored(fresh) == []
 
 
-def test_raw_fields_with_json_are_refused(fresh: Served) -> None:
+def test_raw_fields_with_json_are_refused(fresh: HttpNode) -> None:
     answer = fresh.post({"value": "a"}, params={"key": "k"})
     assert (answer.status_code, "of their own" in answer.json()["detail"]) == (400, True)
 
 
-def test_repeated_numbered_request_is_accepted_once(fresh: Served) -> None:
+def test_repeated_numbered_request_is_accepted_once(fresh: HttpNode) -> None:
     name = {"producer-id": f"shop-{fresh.orders.end}"}
     events = [{"value": str(number)} for number in range(3)]
     assert fresh.post(events, headers={**name, "sequence": "0"}).json()["accepted"] == 3
@@ -208,29 +208,31 @@ def test_repeated_numbered_request_is_accepted_once(fresh: Served) -> None:
     assert (again["accepted"], again["repeated"]) == (1, 3)
     whole = fresh.post(events, headers={**name, "sequence": "0"}).json()
     assert (whole["accepted"], whole["repeated"], whole["first"]) == (0, 3, None)
-    assert [event.value for event in stored(fresh)] == [b"0", b"1", b"2", b"3"]
+    assert [event.value for event in read_stored(fresh)] == [b"0", b"1", b"2", b"3"]
 
 
-def numbers(values: range) -> list[dict[str, str]]:
+def encode_numbers(values: range) -> list[dict[str, str]]:
     return [{"value": str(number)} for number in values]
 
 
 def test_refused_number_is_accepted_after_a_higher_one(tmp_path: Path) -> None:
     """Also after a restart: a lower number is a repeat only if the queue has accepted it."""
-    with served(tmp_path, {"orders": {"size": 12}}) as at:
+    with serve_http(tmp_path, {"orders": {"size": 12}}) as at:
 
         def send(values: range) -> httpx.Response:
             headers = {"producer-id": "shop", "sequence": str(values.start)}
-            return at.post(numbers(values), params={"timeout": "0"}, headers=headers)
+            return at.post(encode_numbers(values), params={"timeout": "0"}, headers=headers)
 
-        at.post(numbers(range(10)), headers={"producer-id": "shop", "sequence": "0"})
+        at.post(encode_numbers(range(10)), headers={"producer-id": "shop", "sequence": "0"})
         assert send(range(10, 20)).status_code == 429
-        higher = at.post(numbers(range(20, 22)), headers={"producer-id": "shop", "sequence": "20"})
+        higher = at.post(
+            encode_numbers(range(20, 22)), headers={"producer-id": "shop", "sequence": "20"}
+        )
         assert higher.json()["accepted"] == 2
         at.orders.get().done()
-    with served(tmp_path, {"orders": {}}) as at:
+    with serve_http(tmp_path, {"orders": {}}) as at:
         headers = {"producer-id": "shop", "sequence": "10"}
-        late = at.post(numbers(range(10, 22)), headers=headers).json()
+        late = at.post(encode_numbers(range(10, 22)), headers=headers).json()
         assert (late["accepted"], late["repeated"]) == (10, 2)
         found = at.orders.read(at.orders.low, 100)
         assert found is not None
@@ -242,7 +244,7 @@ def test_producer_may_use_several_connections(tmp_path: Path) -> None:
     requests = deque(range(0, 4000, 10))
     answered: set[int] = set()
     found: list[bytes | None] = []
-    with served(tmp_path, {"orders": {"size": 100}}) as at, ThreadPoolExecutor(4) as pool:
+    with serve_http(tmp_path, {"orders": {"size": 100}}) as at, ThreadPoolExecutor(4) as pool:
 
         def send_all(seed: int) -> None:
             dice = random.Random(seed)
@@ -252,7 +254,7 @@ def test_producer_may_use_several_connections(tmp_path: Path) -> None:
                     first = requests.popleft()
                     answer = http.post(
                         "/queues/orders/events",
-                        json=numbers(range(first, first + 10)),
+                        json=encode_numbers(range(first, first + 10)),
                         params={"ack": "persisted", "timeout": dice.choice(["0", "5s"])},
                         headers={"producer-id": "shop", "sequence": str(first)},
                     )
@@ -271,7 +273,7 @@ def test_producer_may_use_several_connections(tmp_path: Path) -> None:
     assert sorted(int(value or b"-1") for value in found) == list(range(4000))
 
 
-def test_too_many_gaps_are_refused_with_the_missing_numbers(fresh: Served) -> None:
+def test_too_many_gaps_are_refused_with_the_missing_numbers(fresh: HttpNode) -> None:
     name = {"producer-id": f"gaps-{fresh.orders.end}"}
     producer = fresh.orders.producer(producer_id=name["producer-id"])
     for number in range(1, MAX_RUNS + 1):
@@ -286,24 +288,24 @@ def test_too_many_gaps_are_refused_with_the_missing_numbers(fresh: Served) -> No
     assert fresh.post(b"x", headers={**name, "sequence": "2"}).json()["repeated"] == 1
 
 
-def test_answer_waits_for_the_requested_level(fresh: Served) -> None:
+def test_answer_waits_for_the_requested_level(fresh: HttpNode) -> None:
     assert fresh.post(b"x", params={"ack": "accepted"}).json()["ack"] == "accepted"
     late = fresh.post(b"x", params={"ack": "delivered", "timeout": "50ms"})
     assert (late.status_code, late.json()["error"]) == (503, "AckPending")
     assert late.headers["retry-after"] == "1"
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(fresh.post, b"x", params={"ack": "delivered"})
-        wait_until(lambda: len(stored(fresh)) == 3)
+        wait_until(lambda: len(read_stored(fresh)) == 3)
         assert not answer.done()
         fresh.orders.settle(0, fresh.orders.end)
         assert answer.result().json()["ack"] == "delivered"
 
 
-def test_memory_queue_answers_at_the_accepted_level(fresh: Served) -> None:
+def test_memory_queue_answers_at_the_accepted_level(fresh: HttpNode) -> None:
     assert fresh.post(b"x", "memory").json()["ack"] == "accepted"
 
 
-def test_concurrent_requests_share_syncs(fresh: Served) -> None:
+def test_concurrent_requests_share_syncs(fresh: HttpNode) -> None:
     """With a slow disk, one sync for each request would take ten times longer."""
     fresh.disk.delay("sync", seconds=0.05, times=None, match="chunk")
     before = fresh.orders.stats().syncs
@@ -313,13 +315,13 @@ def test_concurrent_requests_share_syncs(fresh: Served) -> None:
     finally:
         fresh.disk.clear()
     assert codes == {200}
-    assert len(stored(fresh)) == 120
+    assert len(read_stored(fresh)) == 120
     assert fresh.orders.stats().syncs - before < 60
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory"])
 def test_full_queue_is_429_until_it_has_room(tmp_path: Path, kind: str) -> None:
-    with served(tmp_path, {"orders": {"kind": kind, "size": 5}}) as at:
+    with serve_http(tmp_path, {"orders": {"kind": kind, "size": 5}}) as at:
         ack = {"ack": "accepted"}
         assert at.post([{"value": "x"}] * 4, params=ack).status_code == 200
         for headers in ({}, {"producer-id": "p", "sequence": "0"}):
@@ -339,7 +341,7 @@ def test_too_many_waiting_requests_are_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("turnlane.node.http.publish.THREADS", 1)
-    with served(tmp_path, {"orders": {"size": 1}}) as at, ThreadPoolExecutor(1) as pool:
+    with serve_http(tmp_path, {"orders": {"size": 1}}) as at, ThreadPoolExecutor(1) as pool:
         at.post(b"x")
         waiting = pool.submit(at.post, b"y", params={"timeout": "60s"})
         wait_until(lambda: at.orders.stats().blocked_publishers == 1)
@@ -354,7 +356,7 @@ def test_numbered_request_beyond_the_limit_is_refused_temporarily(
     """Otherwise it would wait for a thread beyond its own timeout."""
     monkeypatch.setattr("turnlane.node.http.publish.THREADS", 1)
     late, quick = ({"producer-id": name, "sequence": "0"} for name in ("late", "quick"))
-    with served(tmp_path) as at, ThreadPoolExecutor(1) as pool:
+    with serve_http(tmp_path) as at, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(
             at.post, b"y", params={"timeout": "60s", "ack": "delivered"}, headers=late
         )
@@ -373,7 +375,7 @@ def test_requests_that_wait_for_one_queue_do_not_delay_others(
 ) -> None:
     monkeypatch.setattr("turnlane.node.http.publish.THREADS", 1)
     queues: dict[str, dict[str, Any]] = {"orders": {"size": 1}, "logs": {}}
-    with served(tmp_path, queues) as at, ThreadPoolExecutor(1) as pool:
+    with serve_http(tmp_path, queues) as at, ThreadPoolExecutor(1) as pool:
         at.post(b"x")
         waiting = pool.submit(at.post, b"y", params={"timeout": "60s"})
         wait_until(lambda: at.orders.stats().blocked_publishers == 1)
@@ -385,14 +387,14 @@ def test_requests_that_wait_for_one_queue_do_not_delay_others(
 
 
 def test_timeout_of_a_request_includes_the_wait_for_a_thread(tmp_path: Path) -> None:
-    with served(tmp_path, {"orders": {"size": 1}}) as at:
+    with serve_http(tmp_path, {"orders": {"size": 1}}) as at:
         at.post(b"x")
         with pytest.raises(QueueFull):
             _publish(at.orders, block_of([b"y"]), AckLevel.ACCEPTED, time.monotonic() - 1)
 
 
 def test_events_lost_by_the_disk_fail_every_affected_request(tmp_path: Path) -> None:
-    async def hear_of_a_loss(queue: BufferedQueue) -> None:
+    async def wait_for_the_loss(queue: BufferedQueue) -> None:
         follower = _LevelWaiters(queue, AckLevel.DELIVERED, asyncio.get_running_loop())
         waits = [asyncio.create_task(follower.wait(end, time.monotonic() + 20)) for end in (1, 2)]
         await asyncio.sleep(0)
@@ -402,12 +404,12 @@ def test_events_lost_by_the_disk_fail_every_affected_request(tmp_path: Path) -> 
                 await wait
 
     with Node(tmp_path, {"orders": {}}) as node:
-        asyncio.run(hear_of_a_loss(node.queue("orders")))
+        asyncio.run(wait_for_the_loss(node.queue("orders")))
 
 
 def test_dropping_queue_answers_with_the_number(tmp_path: Path) -> None:
     knobs = {"kind": "memory", "size": 3, "full_behavior": "drop_newest"}
-    with served(tmp_path, {"orders": knobs}) as at:
+    with serve_http(tmp_path, {"orders": knobs}) as at:
         assert at.post([{"value": "x"}] * 3).json()["accepted"] == 3
         answer = at.post([{"value": "x"}] * 2).json()
         assert (answer["accepted"], answer["dropped"]) == (0, 2)
@@ -415,7 +417,7 @@ def test_dropping_queue_answers_with_the_number(tmp_path: Path) -> None:
 
 def test_too_large_request_is_413_and_publishes_nothing(tmp_path: Path) -> None:
     limits: dict[str, Any] = {"max_request_bytes": 5000, "max_decompressed_bytes": 100_000}
-    with served(tmp_path, {"orders": {"size": 5, "max_event_bytes": 1000}}, **limits) as at:
+    with serve_http(tmp_path, {"orders": {"size": 5, "max_event_bytes": 1000}}, **limits) as at:
         requests: list[tuple[Any, dict[str, Any]]] = [
             ([{"value": "x"}] * 6, {}),
             ([{"value": "x"}, {"value": "x" * 1500}], {}),
@@ -430,20 +432,20 @@ def test_too_large_request_is_413_and_publishes_nothing(tmp_path: Path) -> None:
         assert at.post(b"x" * 900).status_code == 200
 
 
-def test_unknown_queue_is_404_and_names_the_others(fresh: Served) -> None:
+def test_unknown_queue_is_404_and_names_the_others(fresh: HttpNode) -> None:
     answer = fresh.post(b"x", "nope")
     assert (answer.status_code, answer.json()["error"]) == (404, "NoSuchQueue")
     assert "memory, orders" in answer.json()["detail"]
 
 
-def test_recreated_queue_accepts_events(fresh: Served) -> None:
+def test_recreated_queue_accepts_events(fresh: HttpNode) -> None:
     for _ in range(2):
         assert fresh.http.put("/queues/passing", json={}).status_code == 201
         assert fresh.post(b"x", "passing").json()["first"] == 0
         assert fresh.http.delete("/queues/passing").status_code == 204
 
 
-def test_request_that_waits_for_an_ack_ends_when_the_queue_is_closed(fresh: Served) -> None:
+def test_request_that_waits_for_an_ack_ends_when_the_queue_is_closed(fresh: HttpNode) -> None:
     fresh.http.put("/queues/passing", json={})
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(fresh.post, b"x", "passing", params={"ack": "delivered"})
@@ -455,8 +457,8 @@ def test_request_that_waits_for_an_ack_ends_when_the_queue_is_closed(fresh: Serv
         )
 
 
-def test_curl_can_publish_and_consume(fresh: Served) -> None:
-    def curl(*args: str, data: bytes = b"") -> dict[str, Any]:
+def test_curl_can_publish_and_consume(fresh: HttpNode) -> None:
+    def run_curl(*args: str, data: bytes = b"") -> dict[str, Any]:
         command = ["curl", "-sS", "--fail-with-body", *args]
         run = subprocess.run(command, input=data, capture_output=True, check=True, timeout=30)
         found: dict[str, Any] = json.loads(run.stdout or b"{}")
@@ -464,15 +466,15 @@ def test_curl_can_publish_and_consume(fresh: Served) -> None:
 
     url = fresh.plane.url
     events = f"{url}/queues/orders/events"
-    assert curl(events, "-d", "hello")["accepted"] == 1
-    assert curl(events, "--json", '{"value": "a", "key": "b"}')["accepted"] == 1
+    assert run_curl(events, "-d", "hello")["accepted"] == 1
+    assert run_curl(events, "--json", '{"value": "a", "key": "b"}')["accepted"] == 1
     lines = gzip.compress(b'{"value":"c"}\n' * 3)
     kind = ["-H", "content-type: application/x-ndjson", "-H", "content-encoding: gzip"]
-    assert curl(events, *kind, "--data-binary", "@-", data=lines)["accepted"] == 3
-    taken = curl(f"{events}?wait=5s")
+    assert run_curl(events, *kind, "--data-binary", "@-", data=lines)["accepted"] == 3
+    taken = run_curl(f"{events}?wait=5s")
     assert [event["value"] for event in taken["events"]] == ["hello", "a", "c", "c", "c"]
-    assert curl("-X", "POST", f"{url}/leases/{taken['lease']}/done") == {}
-    assert stored(fresh) == []
+    assert run_curl("-X", "POST", f"{url}/leases/{taken['lease']}/done") == {}
+    assert read_stored(fresh) == []
 
 
 # ── the codec ───────────────────────────────────────────────────────────────────────────────────
@@ -523,7 +525,7 @@ def test_every_formatted_timestamp_can_be_parsed(stamp: int) -> None:
     assert parse_timestamp(format_timestamp(stamp)) == stamp
 
 
-def test_stuck_request_does_not_delay_others(fresh: Served) -> None:
+def test_stuck_request_does_not_delay_others(fresh: HttpNode) -> None:
     """A blocked queue delays neither other queues nor the probes."""
     fresh.http.put("/queues/stuck", json={})
     stuck = fresh.node.queue("stuck")

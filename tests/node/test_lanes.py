@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import PATIENCE, Task, wait_until
-from tests.node.conftest import Serve, Served, values
+from tests.node.conftest import Serve, ServedNode, values
 from turnlane.client.node_client import RemoteNode
 from turnlane.errors import ConfigError, LaneTaken, RetryLater
 from turnlane.events import block_of
@@ -29,32 +29,32 @@ from turnlane.queues.producer import BufferedProducer
 from turnlane.testing import FaultyDisk
 
 
-def numbers(count: int) -> list[bytes]:
+def build_numbers(count: int) -> list[bytes]:
     return [b"%d" % number for number in range(count)]
 
 
 @pytest.fixture
-def node(served: Served) -> RemoteNode:
-    served.node.queue("disk").producer(ack="persisted").publish_block(block_of(numbers(10)))
+def node(served: ServedNode) -> RemoteNode:
+    served.node.queue("disk").producer(ack="persisted").publish_block(block_of(build_numbers(10)))
     return served.client().nodes[0]
 
 
 def staged(node: RemoteNode, *stage_values: bytes) -> str:
-    return staged_for(node, list(stage_values), "slow")
+    return stage_for(node, list(stage_values), "slow")
 
 
-def ledger(served: Served) -> Any:
+def read_ledger(served: ServedNode) -> Any:
     return served.node.queue("disk").stats().ledger
 
 
 def test_lane_that_reads_during_a_commit_gets_all_its_events(
-    served: Served, node: RemoteNode, monkeypatch: pytest.MonkeyPatch
+    served: ServedNode, node: RemoteNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commits, "FILL_SECONDS", PATIENCE)
     filling = threading.Event()
     real = BufferedProducer.flush
 
-    def slowly(producer: BufferedProducer, timeout: float | None = None) -> bool:
+    def publish_slowly(producer: BufferedProducer, timeout: float | None = None) -> bool:
         """Publish slowly: the first events of a commit can be read before the last."""
         filling.set()
         looked.wait(PATIENCE)
@@ -63,41 +63,47 @@ def test_lane_that_reads_during_a_commit_gets_all_its_events(
 
     looked = threading.Event()
     monkeypatch.setattr(
-        Commits, "wait_for_publishing_commits", told(looked, Commits.wait_for_publishing_commits)
+        Commits,
+        "wait_for_publishing_commits",
+        wait_and_record(looked, Commits.wait_for_publishing_commits),
     )
     with node.stage("disk", block_of([]).schema) as stage:
         stage.write(block_of([b"staged"]))
         stages = [stage.finish()]
-    monkeypatch.setattr(BufferedProducer, "flush", slowly)
+    monkeypatch.setattr(BufferedProducer, "flush", publish_slowly)
     commit = Task(lambda: node.commit(stages))
     assert filling.wait(PATIENCE)
     assert served.client().nodes[0].unsettled("disk", 100, lane="a").pending == 12
     assert commit.result()
 
 
-def told(looked: threading.Event, call: Callable[..., None]) -> Callable[..., None]:
-    def and_called(*arguments: object) -> None:
+def wait_and_record(looked: threading.Event, call: Callable[..., None]) -> Callable[..., None]:
+    def call_and_return(*arguments: object) -> None:
         looked.set()
         call(*arguments)
 
-    return and_called
+    return call_and_return
 
 
 def test_kept_events_stay_and_dead_events_are_counted_as_dead(
-    served: Served, node: RemoteNode
+    served: ServedNode, node: RemoteNode
 ) -> None:
     node.plan("a", "1", "disk", [(0, 10)])
     assert node.commit(
         [staged(node, b"x")], lane="a", run="1", kept=[(2, 4), (9, 10)], dead=[(5, 6)]
     )
     assert node.unsettled("disk", 100, lane="a") == ([(2, 4), (9, 10)], 3, 10, 2, 3)
-    assert (ledger(served).delivered, ledger(served).dead, ledger(served).pending) == (6, 1, 3)
-    assert ledger(served).adds_up
+    assert (
+        read_ledger(served).delivered,
+        read_ledger(served).dead,
+        read_ledger(served).pending,
+    ) == (6, 1, 3)
+    assert read_ledger(served).adds_up
     assert values(served.node, "slow") == [b"x"]
 
 
 def test_kept_events_are_planned_again_until_none_are_left(
-    served: Served, node: RemoteNode
+    served: ServedNode, node: RemoteNode
 ) -> None:
     node.plan("a", "1", "disk", [(0, 10)])
     node.commit(lane="a", run="1", kept=[(0, 10)])
@@ -110,7 +116,7 @@ def test_kept_events_are_planned_again_until_none_are_left(
     assert node.unsettled("disk", 100).pending == 0
 
 
-def test_repeated_commit_changes_nothing(served: Served, node: RemoteNode) -> None:
+def test_repeated_commit_changes_nothing(served: ServedNode, node: RemoteNode) -> None:
     node.plan("a", "1", "disk", [(0, 10)])
     stage = staged(node, b"x")
     assert node.commit([stage], lane="a", run="1", kept=[(0, 3)])
@@ -119,15 +125,15 @@ def test_repeated_commit_changes_nothing(served: Served, node: RemoteNode) -> No
     assert node.unsettled("disk", 100).spans == [(0, 3)]
 
 
-def test_recreated_queue_is_not_settled(served: Served, node: RemoteNode) -> None:
+def test_recreated_queue_is_not_settled(served: ServedNode, node: RemoteNode) -> None:
     """The stages made from the events of the old queue are still committed."""
     served.node.create("late")
-    served.node.queue("late").producer(ack="persisted").publish_block(block_of(numbers(10)))
+    served.node.queue("late").producer(ack="persisted").publish_block(block_of(build_numbers(10)))
     node.plan("lane", "r", "late", [(0, 10)])
     stage = staged(node, b"made of them")
     served.node.drop("late")
     served.node.create("late")
-    served.node.queue("late").producer(ack="persisted").publish_block(block_of(numbers(20)))
+    served.node.queue("late").producer(ack="persisted").publish_block(block_of(build_numbers(20)))
     assert node.commit([stage], lane="lane", run="r")
     assert node.unsettled("late", 100).spans == [(0, 20)]
     assert values(served.node, "slow") == [b"made of them"]
@@ -156,23 +162,23 @@ def test_lane_gets_at_most_as_many_events_as_its_targets_have_room_for(
         "drops": {"kind": "memory", "size": 1, "full_behavior": "drop_newest"},
     }
     served = serve(queues)
-    fill(served, numbers(10))
+    fill(served, build_numbers(10))
     node = served.client().nodes[0]
 
-    def told(*into: str) -> int:
+    def wait_and_record(*into: str) -> int:
         spans = node.unsettled("disk", 10, newest=10, lane="l", into=into).spans
         return sum(end - first for first, end in spans)
 
-    assert told(*queues) == 5, "what is empty takes as much as it holds"
-    assert told("small", "drops") == 10
+    assert wait_and_record(*queues) == 5, "what is empty takes as much as it holds"
+    assert wait_and_record("small", "drops") == 10
     for name, event, room in (("few", b"x", 4), ("small", b"x" * 2_000, 4), ("drops", b"x", 10)):
         served.node.queue(name).producer().publish(event)
-        assert told(name) == room, name
-    assert told(*queues) == 4
+        assert wait_and_record(name) == room, name
+    assert wait_and_record(*queues) == 4
     assert node.full([*queues]) == []
     for _ in range(4):
         served.node.queue("few").producer().publish(b"x")
-    assert told("few") == 0
+    assert wait_and_record("few") == 0
     assert node.full([*queues, "never made"]) == ["few"]
     assert node.unsettled("disk", 10).pending == 10, "others are"
 
@@ -187,28 +193,28 @@ class TestCommitUnderWay:
     The events that it read are not settled yet, but will be.
     """
 
-    def begin(self, served: Served, disk: FaultyDisk) -> Task[bool]:
+    def begin_commit(self, served: ServedNode, disk: FaultyDisk) -> Task[bool]:
         """Start a commit of ten of twelve events to ``a``, which cannot be written."""
-        fill(served, numbers(12))
+        fill(served, build_numbers(12))
         node = served.client().nodes[0]
-        stage = staged_for(node, numbers(10))
+        stage = stage_for(node, build_numbers(10))
         node.plan("l", "1", "disk", [(0, 10)])
         disk.fail("write", error=errno.ENOSPC, match=".chunk", times=None)
         task = Task(lambda: node.commit([stage], lane="l", run="1"))
         wait_until(lambda: list((served.node.data / "commits").glob("*.commit")), "the step")
         return task
 
-    def go_on(self, served: Served) -> None:
+    def finish_lane(self, served: ServedNode) -> None:
         """Run the lane to its end and check that each event is in ``a`` once."""
         node = served.client().nodes[0]
         wait_until(lambda: node.unsettled("disk", 100, lane="l").pending, "what is left")
         assert node.unsettled("disk", 100, lane="l").spans == [(10, 12)]
         assert node.plan("l", "2", "disk", [(0, 12)]) == [(10, 12)]
-        assert node.commit([staged_for(node, [b"10", b"11"])], lane="l", run="2")
-        assert values(served.node, "a") == numbers(12)
-        assert ledger(served).delivered == 12
+        assert node.commit([stage_for(node, [b"10", b"11"])], lane="l", run="2")
+        assert values(served.node, "a") == build_numbers(12)
+        assert read_ledger(served).delivered == 12
 
-    def check_waits(self, node: RemoteNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_new_run_waits(self, node: RemoteNode, monkeypatch: pytest.MonkeyPatch) -> None:
         """Check that a new run gets no events and cannot plan the events of the running commit."""
         monkeypatch.setattr(actions, "PLAN_SECONDS", 0.01)
         assert node.unsettled("disk", 100, lane="l")[:2] == ([], 0)
@@ -220,35 +226,35 @@ class TestCommitUnderWay:
     ) -> None:
         disk = FaultyDisk()
         served = serve(TWO_QUEUES, disk=disk)
-        task = self.begin(served, disk)
-        self.check_waits(served.client().nodes[0], monkeypatch)
+        task = self.begin_commit(served, disk)
+        self.check_new_run_waits(served.client().nodes[0], monkeypatch)
         disk.clear()
         assert task.result()
-        self.go_on(served)
+        self.finish_lane(served)
 
     def test_new_run_waits_for_a_recovering_commit_after_a_restart(
         self, serve: Serve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         disk = FaultyDisk()
         first = serve(TWO_QUEUES, disk=disk)
-        task = self.begin(first, disk)
+        task = self.begin_commit(first, disk)
         first.close()
         with pytest.raises(RetryLater):
             task.result()
         monkeypatch.setattr(commits, "START_SECONDS", 0.01)
         served = serve(TWO_QUEUES, disk=disk)
-        self.check_waits(served.client().nodes[0], monkeypatch)
+        self.check_new_run_waits(served.client().nodes[0], monkeypatch)
         disk.clear()
-        self.go_on(served)
+        self.finish_lane(served)
 
     def test_commit_of_a_replaced_run_that_waits_for_locks_is_refused(
         self, serve: Serve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         served = serve(TWO_QUEUES)
-        fill(served, numbers(10))
+        fill(served, build_numbers(10))
         node = served.client().nodes[0]
         node.plan("l", "1", "disk", [(0, 10)])
-        stage = staged_for(node, numbers(10))
+        stage = stage_for(node, build_numbers(10))
         asked, planned = threading.Event(), threading.Event()
         real = CommitLocks.acquire
 
@@ -267,11 +273,11 @@ class TestCommitUnderWay:
         assert values(served.node, "a") == []
 
 
-def fill(served: Served, stage_values: list[bytes]) -> None:
+def fill(served: ServedNode, stage_values: list[bytes]) -> None:
     served.node.queue("disk").producer(ack="persisted").publish_block(block_of(stage_values))
 
 
-def staged_for(node: RemoteNode, stage_values: list[bytes], queue: str = "a") -> str:
+def stage_for(node: RemoteNode, stage_values: list[bytes], queue: str = "a") -> str:
     with node.stage(queue, block_of([]).schema) as stage:
         stage.write(block_of(stage_values))
         return stage.finish()
@@ -292,7 +298,7 @@ def test_old_replaced_runs_are_forgotten() -> None:
 def test_interrupted_commit_keeps_the_same_events(serve: Serve) -> None:
     """The record has the ranges and their outcomes, and the next start applies them."""
     first = serve()
-    first.node.queue("disk").producer(ack="persisted").publish_block(block_of(numbers(10)))
+    first.node.queue("disk").producer(ack="persisted").publish_block(block_of(build_numbers(10)))
     left = first.node.data / "commits" / f"{1:020}.commit"
     ranges = LanePlan("disk", [(0, 10)]).get_settle_ranges([(2, 4)], [(0, 1)])
     plan = CommitPlan([], ranges, ids={"disk": first.node.queue("disk").stored_id})
@@ -300,12 +306,12 @@ def test_interrupted_commit_keeps_the_same_events(serve: Serve) -> None:
     left.write_bytes(plan.to_json())
     again = serve()
     assert again.node.queue("disk").find_unsettled(100).spans == [(2, 4)]
-    assert (ledger(again).delivered, ledger(again).dead) == (7, 1)
+    assert (read_ledger(again).delivered, read_ledger(again).dead) == (7, 1)
     assert not left.exists()
 
 
 def test_commit_may_keep_every_other_event_of_a_large_batch(
-    served: Served, node: RemoteNode
+    served: ServedNode, node: RemoteNode
 ) -> None:
     """The command is larger than other commands may be."""
     node.plan("a", "1", "disk", [(0, 10)])
@@ -316,7 +322,7 @@ def test_commit_may_keep_every_other_event_of_a_large_batch(
         node.plan("a", "1", "disk", kept)
 
 
-def test_wait_for_events_ends_when_some_arrive(served: Served) -> None:
+def test_wait_for_events_ends_when_some_arrive(served: ServedNode) -> None:
     node = served.client().nodes[0]
     assert node.unsettled("disk", 10, timeout=0.0).spans == []
     served.node.queue("disk").producer().publish_block(block_of([b"a"]))
@@ -324,7 +330,7 @@ def test_wait_for_events_ends_when_some_arrive(served: Served) -> None:
 
 
 def test_event_that_arrives_during_the_check_ends_the_wait(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: ServedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = served.node.queue("disk")
     looks = count()

@@ -15,7 +15,7 @@ import pytest
 from pyarrow import flight
 
 from tests.contract.harness import NOTICEABLE, Task, wait_until
-from tests.node.conftest import Serve, Served
+from tests.node.conftest import Serve, ServedNode
 from tests.queue_internals import state_of
 from turnlane.client.leased_batch import LeasedBatch
 from turnlane.errors import NoSuchLease, QueueClosed, QueueEmpty, TransportDown
@@ -28,24 +28,24 @@ from turnlane.node.leases import Leases
 from turnlane.queues import open_buffered_queue
 
 
-def _publish(served: Served, *values: bytes, queue: str = "disk") -> None:
+def _publish(served: ServedNode, *values: bytes, queue: str = "disk") -> None:
     served.node.queue(queue).producer().publish_block(block_of(values))
 
 
-def _consume(served: Served, **command: object) -> list[flight.FlightStreamChunk]:
+def _consume(served: ServedNode, **command: object) -> list[flight.FlightStreamChunk]:
     ticket = flight.Ticket(json.dumps({"consume": "disk", **command}).encode())
     return list(served.flight().do_get(ticket))
 
 
-def _about(chunk: flight.FlightStreamChunk) -> dict[str, object]:
+def _parse_metadata(chunk: flight.FlightStreamChunk) -> dict[str, object]:
     about: dict[str, object] = json.loads(bytes(chunk.app_metadata or b""))
     return about
 
 
-def test_batch_has_a_lease_that_settles_it(served: Served) -> None:
+def test_batch_has_a_lease_that_settles_it(served: ServedNode) -> None:
     _publish(served, b"a", b"b")
     (chunk,) = _consume(served)
-    about = _about(chunk)
+    about = _parse_metadata(chunk)
     assert (about["first"], about["attempt"]) == (0, 1)
     assert chunk.data is not None
     assert chunk.data.column("value").to_pylist() == [b"a", b"b"]
@@ -74,18 +74,18 @@ def test_ended_leases_use_no_memory() -> None:
         leases.done(held.id)
 
 
-def test_timeout_is_a_stream_without_blocks(served: Served) -> None:
+def test_timeout_is_a_stream_without_blocks(served: ServedNode) -> None:
     assert _consume(served, wait=0.01) == []
 
 
-def test_batch_that_arrives_during_the_wait_is_returned(served: Served) -> None:
+def test_batch_that_arrives_during_the_wait_is_returned(served: ServedNode) -> None:
     waiting = Task(lambda: _consume(served, wait=60))
     wait_until(lambda: bool(state_of(served.node.queue("disk")).waiting_readers))
     _publish(served, b"a")
     assert len(waiting.result()) == 1
 
 
-def test_blocks_of_a_batch_with_different_columns_share_a_schema(served: Served) -> None:
+def test_blocks_of_a_batch_with_different_columns_share_a_schema(served: ServedNode) -> None:
     _publish(served, b"a")
     served.node.queue("disk").producer().publish_block(
         block_of([b"b"]).append_column("user", pa.array([1]))
@@ -93,34 +93,34 @@ def test_blocks_of_a_batch_with_different_columns_share_a_schema(served: Served)
     chunks = _consume(served)
     rows = [row for chunk in chunks if chunk.data for row in chunk.data.to_pylist()]
     assert [(row["value"], row["user"]) for row in rows] == [(b"a", None), (b"b", 1)]
-    assert [_about(chunk)["first"] for chunk in chunks] == list(range(len(chunks)))
+    assert [_parse_metadata(chunk)["first"] for chunk in chunks] == list(range(len(chunks)))
 
 
-def test_released_batch_returns_with_a_higher_attempt(served: Served) -> None:
+def test_released_batch_returns_with_a_higher_attempt(served: ServedNode) -> None:
     _publish(served, b"a")
-    served.act("release", lease=_about(_consume(served)[0])["lease"])
-    assert _about(_consume(served)[0])["attempt"] == 2
+    served.act("release", lease=_parse_metadata(_consume(served)[0])["lease"])
+    assert _parse_metadata(_consume(served)[0])["attempt"] == 2
 
 
-def test_dead_batch_is_counted_as_dead(served: Served) -> None:
+def test_dead_batch_is_counted_as_dead(served: ServedNode) -> None:
     _publish(served, b"a")
-    served.act("dead", lease=_about(_consume(served)[0])["lease"])
+    served.act("dead", lease=_parse_metadata(_consume(served)[0])["lease"])
     assert served.node.queue("disk").stats().ledger.dead == 1
 
 
-def test_expired_lease_gives_the_batch_to_another_consumer(served: Served) -> None:
+def test_expired_lease_gives_the_batch_to_another_consumer(served: ServedNode) -> None:
     _publish(served, b"a")
-    lost = _about(_consume(served, lease=0.05)[0])["lease"]
+    lost = _parse_metadata(_consume(served, lease=0.05)[0])["lease"]
     (again,) = _consume(served, wait=20)
-    assert _about(again)["attempt"] == 2
+    assert _parse_metadata(again)["attempt"] == 2
     with pytest.raises(flight.FlightServerError, match="turnlane:NoSuchLease"):
         served.act("done", lease=lost)
     assert served.node.leases.expired == 1
 
 
-def test_extended_lease_does_not_expire(served: Served) -> None:
+def test_extended_lease_does_not_expire(served: ServedNode) -> None:
     _publish(served, b"a")
-    lease = _about(_consume(served, lease=0.2)[0])["lease"]
+    lease = _parse_metadata(_consume(served, lease=0.2)[0])["lease"]
     served.act("extend", lease=lease, seconds=60)
     assert _consume(served, wait=0.4) == []
     assert served.act("done", lease=lease) == {}
@@ -141,17 +141,17 @@ def test_client_that_leaves_during_a_batch_releases_it(serve: Serve) -> None:
 
 
 def test_client_that_left_during_the_wait_gets_no_lease(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: ServedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise late events would be unavailable until the lease expires."""
     callers: list[Caller] = []
 
-    def noted(self: FlightPlane, context: Any) -> Caller:
+    def record_call(self: FlightPlane, context: Any) -> Caller:
         callers.append(caller(self, context))
         return callers[-1]
 
     caller = FlightPlane.caller
-    monkeypatch.setattr(FlightPlane, "caller", noted)
+    monkeypatch.setattr(FlightPlane, "caller", record_call)
     monkeypatch.setattr(read, "LOOK_SECONDS", 60.0)  # the client does not notice by itself
     queue = served.node.queue("disk")
     node = served.client().nodes[0]
@@ -163,7 +163,7 @@ def test_client_that_left_during_the_wait_gets_no_lease(
     assert (len(served.node.leases), queue.stats().in_flight) == (0, 0)
 
 
-def test_unread_batch_is_released(served: Served) -> None:
+def test_unread_batch_is_released(served: ServedNode) -> None:
     """Flight may drop a stream before it asks for a block."""
     _publish(served, b"a")
     command = ConsumeCommand(consume="disk", lease=3600.0)
@@ -188,7 +188,7 @@ def test_unread_batch_is_released(served: Served) -> None:
 # ── batches of a client ──────────────────────────────────────────────────────────────────────────
 
 
-def test_batches_of_a_client_follow_the_contract(served: Served) -> None:
+def test_batches_of_a_client_follow_the_contract(served: ServedNode) -> None:
     queue = served.client().queue("disk")
     _publish(served, b"a", b"b")
     batch = queue.get(timeout=5)
@@ -203,18 +203,18 @@ def test_batches_of_a_client_follow_the_contract(served: Served) -> None:
         queue.get(timeout=0.01)
 
 
-def test_batch_of_a_live_client_does_not_expire(served: Served) -> None:
+def test_batch_of_a_live_client_does_not_expire(served: ServedNode) -> None:
     queue = served.client(lease="300ms").queue("disk")
     _publish(served, b"a")
     batch = queue.get(timeout=5)
-    lease = served.node.leases.find(_lease(batch))
+    lease = served.node.leases.find(_take_lease(batch))
     before = lease.expires
     wait_until(lambda: lease.expires > before + 0.5, "a lease extended twice")
     batch.done()
     assert served.node.leases.expired == 0
 
 
-def test_garbage_collected_batch_is_returned_again(served: Served) -> None:
+def test_garbage_collected_batch_is_returned_again(served: ServedNode) -> None:
     queue = served.client(lease="100ms").queue("disk")
     _publish(served, b"a")
     batch = queue.get(timeout=5)
@@ -223,7 +223,7 @@ def test_garbage_collected_batch_is_returned_again(served: Served) -> None:
     assert queue.get(timeout=10).attempt == 2
 
 
-def test_batches_of_a_closed_client_return_at_once(served: Served) -> None:
+def test_batches_of_a_closed_client_return_at_once(served: ServedNode) -> None:
     client = served.client(lease=3600)
     batch = client.queue("disk", shutdown_timeout=0.1)
     _publish(served, b"a")
@@ -242,7 +242,7 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_batches_of_a_killed_client_return(served: Served) -> None:
+def test_batches_of_a_killed_client_return(served: ServedNode) -> None:
     _publish(served, b"a", b"b", b"c")
     run = subprocess.run(
         [sys.executable, "-c", DYING, served.url], capture_output=True, text=True, check=False
@@ -253,28 +253,30 @@ def test_batches_of_a_killed_client_return(served: Served) -> None:
     batch.done()
 
 
-def test_settling_an_expired_batch_raises(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_settling_an_expired_batch_raises(
+    served: ServedNode, caplog: pytest.LogCaptureFixture
+) -> None:
     queue = served.client().queue("disk")
     _publish(served, b"a")
     batch = queue.get(timeout=5)
-    served.node.leases.release(_lease(batch))
+    served.node.leases.release(_take_lease(batch))
     with pytest.raises(NoSuchLease):
         batch.done()
     batch.done()  # it has ended
 
 
 def test_failed_extension_of_a_lease_is_logged(
-    served: Served, caplog: pytest.LogCaptureFixture
+    served: ServedNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue = served.client(lease="200ms").queue("disk")
     _publish(served, b"a")
     batch = queue.get(timeout=5)
     with caplog.at_level(logging.WARNING):
-        served.node.leases.release(_lease(batch))
+        served.node.leases.release(_take_lease(batch))
         wait_until(lambda: "lease.expired" in caplog.text, "a warning")
 
 
-def test_done_is_repeated_after_a_lost_answer(served: Served) -> None:
+def test_done_is_repeated_after_a_lost_answer(served: ServedNode) -> None:
     """The node has settled the batch; the second call finds no lease, which is not an error."""
     queue = served.client().queue("disk")
     _publish(served, b"a")
@@ -294,7 +296,7 @@ def test_done_is_repeated_after_a_lost_answer(served: Served) -> None:
     assert served.node.queue("disk").stats().ledger.delivered == 1
 
 
-def _lease(batch: object) -> str:
+def _take_lease(batch: object) -> str:
     assert isinstance(batch, LeasedBatch)
     return batch.lease
 

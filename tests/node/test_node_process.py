@@ -52,7 +52,7 @@ def is_ready(node: NodeProcess) -> bool:
     return node.ready is not None
 
 
-def death_of(node: NodeProcess) -> int:
+def wait_for_exit(node: NodeProcess) -> int:
     """Wait for the end of the process; return its exit code."""
     deadline = time.monotonic() + PATIENCE
     while (code := node.poll()) is None:
@@ -74,7 +74,7 @@ def test_dead_node_process_is_restarted(node: NodeProcess) -> None:
     wait_until(lambda: is_ready(node), patience=PATIENCE)
     assert node.ready is not None
     os.kill(node.ready["pid"], signal.SIGKILL)
-    assert death_of(node) == -signal.SIGKILL
+    assert wait_for_exit(node) == -signal.SIGKILL
     assert node.ready is None
     wait_until(node.restart_if_due, patience=PATIENCE)
     wait_until(lambda: is_ready(node), patience=PATIENCE)
@@ -103,7 +103,7 @@ def test_restarted_node_process_keeps_its_configuration(
             client.queue("a").producer(ack="persisted").publish(b"kept")
         Path("c.yaml").write_text(text.replace(*change))
         os.kill(before["pid"], signal.SIGKILL)
-        assert death_of(node) == -signal.SIGKILL
+        assert wait_for_exit(node) == -signal.SIGKILL
         wait_until(node.restart_if_due, patience=PATIENCE)
         wait_until(lambda: is_ready(node), patience=PATIENCE)
         assert node.ready["flight"] == before["flight"]
@@ -126,7 +126,7 @@ def test_events_of_a_removed_action_are_logged_at_the_first_start_only(
     assert warning in capfd.readouterr().err
     assert node.ready is not None
     os.kill(node.ready["pid"], signal.SIGKILL)
-    death_of(node)
+    wait_for_exit(node)
     wait_until(node.restart_if_due, patience=PATIENCE)
     wait_until(lambda: is_ready(node), patience=PATIENCE)
     assert warning not in capfd.readouterr().err
@@ -138,7 +138,7 @@ def test_node_process_that_cannot_start_exits_with_an_error(
 ) -> None:
     with NodeProcess(tmp_path / "c.yaml", "node: {}") as node:
         node.start()
-        assert death_of(node) == 78
+        assert wait_for_exit(node) == 78
     assert f"{tmp_path}/c.yaml:1:" in capfd.readouterr().err
     assert is_permanent_failure(78)
     assert not is_permanent_failure(-signal.SIGKILL)

@@ -16,7 +16,7 @@ from turnlane.service import Service
 Knobs = dict[str, dict[str, Any]]
 
 
-def leave(data: Path, *values: bytes, taken: int = 0) -> None:
+def leave_queue(data: Path, *values: bytes, taken: int = 0) -> None:
     """Leave a queue ``orders`` with events, the first of them settled."""
     with Node(data, {"orders": {}}) as node:
         node.queue("orders").producer(ack="persisted").publish_block(block_of(list(values)))
@@ -27,7 +27,7 @@ def leave(data: Path, *values: bytes, taken: int = 0) -> None:
 def test_orphan_queue_with_events_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, queues: Knobs
 ) -> None:
-    leave(tmp_path, b"one", b"two", b"three", taken=1)
+    leave_queue(tmp_path, b"one", b"two", b"three", taken=1)
     with Node(tmp_path, queues):
         (record,) = [each for each in caplog.records if each.levelname == "WARNING"]
         assert record.getMessage().startswith("queue.orphan_found path=")
@@ -41,7 +41,7 @@ def test_orphan_queue_with_events_is_logged(
 def test_settled_events_of_an_orphan_queue_are_not_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    leave(tmp_path, b"one", b"two", b"three")
+    leave_queue(tmp_path, b"one", b"two", b"three")
     with Node(tmp_path, {"orders": {}}) as node:
         node.queue("orders").settle(1, 2)
     with Node(tmp_path):
@@ -51,10 +51,10 @@ def test_settled_events_of_an_orphan_queue_are_not_counted(
 def test_empty_queue_or_other_kind_on_disk_is_not_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    leave(tmp_path / "empty", b"one", taken=1)
+    leave_queue(tmp_path / "empty", b"one", taken=1)
     with Node(tmp_path / "empty"):
         pass
-    leave(tmp_path / "other", b"one")
+    leave_queue(tmp_path / "other", b"one")
     with Node(tmp_path / "other", {"orders": {"kind": "disk_assisted"}}):
         pass
     assert not [each for each in caplog.records if each.levelname == "WARNING"]

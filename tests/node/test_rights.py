@@ -18,14 +18,16 @@ from turnlane.serving.auth import Authority, Right, TokenSettings, parse_bearer
 from turnlane.validation import convert_validation_error
 
 
-def token(**fields: Any) -> TokenSettings:
+def build_token(**fields: Any) -> TokenSettings:
     return TokenSettings.model_validate(
         {"name": "t", "secret": "s3cret", "rights": {"web-*": ["publish"]}} | fields
     )
 
 
 def test_token_gives_only_its_rights_on_its_queues() -> None:
-    authority = Authority([token(), token(name="other", secret="o", rights={"*": ["admin"]})])
+    authority = Authority(
+        [build_token(), build_token(name="other", secret="o", rights={"*": ["admin"]})]
+    )
     authority.check("s3cret", Right.PUBLISH, "web-1")
     for right, queue in ((Right.READ, "web-1"), (Right.PUBLISH, "db"), (Right.PUBLISH, None)):
         with pytest.raises(NotAllowed, match="does not give the right") as refused:
@@ -38,7 +40,7 @@ def test_token_gives_only_its_rights_on_its_queues() -> None:
 @pytest.mark.parametrize("bearer", [None, "", "wrong", "s3cre", "s3cret ", "\udcff"])
 def test_missing_and_wrong_token_are_unknown(bearer: str | None) -> None:
     with pytest.raises(NotAllowed) as refused:
-        Authority([token()]).check(bearer, Right.PUBLISH, "web-1")
+        Authority([build_token()]).check(bearer, Right.PUBLISH, "web-1")
     assert not refused.value.known
 
 
@@ -46,12 +48,12 @@ def test_token_is_compared_with_all_in_constant_time(monkeypatch: pytest.MonkeyP
     compared: list[tuple[bytes, bytes]] = []
     compare = hmac.compare_digest
 
-    def counting(one: bytes, other: bytes) -> bool:
+    def count_comparisons(one: bytes, other: bytes) -> bool:
         compared.append((one, other))
         return compare(one, other)
 
-    monkeypatch.setattr(hmac, "compare_digest", counting)
-    authority = Authority([token(name=name, secret=name) for name in "abc"])
+    monkeypatch.setattr(hmac, "compare_digest", count_comparisons)
+    authority = Authority([build_token(name=name, secret=name) for name in "abc"])
     for bearer in ("a", "c", "wrong", "a" * 1000):
         compared.clear()
         authority.allows(bearer, Right.PUBLISH, "web-1")
@@ -62,14 +64,14 @@ def test_token_is_compared_with_all_in_constant_time(monkeypatch: pytest.MonkeyP
 def test_token_is_refused_after_it_expires() -> None:
     now = [0.0]
     expires = datetime(2030, 1, 1, tzinfo=UTC)
-    authority = Authority([token(expires=expires)], now=lambda: now[0])
+    authority = Authority([build_token(expires=expires)], now=lambda: now[0])
     now[0] = expires.timestamp() - 1
     authority.check("s3cret", Right.PUBLISH, "web-1")
     now[0] = expires.timestamp()
     with pytest.raises(NotAllowed, match="token t has expired"):
         authority.check("s3cret", Right.PUBLISH, "web-1")
     with pytest.raises(ValidationError, match="timezone"):
-        token(expires=datetime(2030, 1, 1))  # noqa: DTZ001 - that is what is refused
+        build_token(expires=datetime(2030, 1, 1))  # noqa: DTZ001 - that is what is refused
 
 
 def test_authority_without_tokens_allows_everything() -> None:
@@ -87,8 +89,8 @@ def test_secret_is_read_from_a_file_or_the_environment(
     monkeypatch.setenv("TOKEN_X", "from-env")
     authority = Authority(
         [
-            token(name="file", secret=None, secret_file=file),
-            token(name="env", secret=None, secret_env="TOKEN_X"),
+            build_token(name="file", secret=None, secret_file=file),
+            build_token(name="env", secret=None, secret_env="TOKEN_X"),
         ]
     )
     assert authority.identify("from-file") == "file"
@@ -98,19 +100,19 @@ def test_secret_is_read_from_a_file_or_the_environment(
 def test_missing_secret_is_a_config_error(tmp_path: Path) -> None:
     for place in ({"secret_file": tmp_path / "none"}, {"secret_env": "NOT_SET_AT_ALL"}):
         with pytest.raises(ConfigError, match=r"tokens.t: .*(none|NOT_SET_AT_ALL)"):
-            Authority([token(secret=None, **place)])
+            Authority([build_token(secret=None, **place)])
     with pytest.raises(ConfigError, match="same secret"):
-        Authority([token(), token(name="again")])
+        Authority([build_token(), build_token(name="again")])
     for fields in ({"secret": None}, {"secret_env": "X"}):
         with pytest.raises(ValidationError) as wrong:
-            token(**fields)
+            build_token(**fields)
         assert "exactly one of" in str(convert_validation_error(wrong.value))
 
 
 def test_secret_is_never_shown() -> None:
-    authority = Authority([token()])
-    shown = repr(token()) + str(token()) + repr(authority) + repr(vars(authority))
-    assert "s3cret" not in shown + token().model_dump_json()
+    authority = Authority([build_token()])
+    shown = repr(build_token()) + str(build_token()) + repr(authority) + repr(vars(authority))
+    assert "s3cret" not in shown + build_token().model_dump_json()
 
 
 @pytest.mark.parametrize(

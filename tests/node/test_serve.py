@@ -53,7 +53,7 @@ class ProbeInput(Input):
 """
 
 
-class Served:
+class NodeProcess:
     """A node in its own process."""
 
     def __init__(
@@ -115,15 +115,15 @@ class Served:
         self.process.communicate()
 
 
-Serve = Callable[..., Served]
+Serve = Callable[..., NodeProcess]
 
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    served: list[Served] = []
+    served: list[NodeProcess] = []
 
-    def start(*arguments: str | Path, **extra: Any) -> Served:
-        served.append(Served(*arguments, **extra))
+    def start(*arguments: str | Path, **extra: Any) -> NodeProcess:
+        served.append(NodeProcess(*arguments, **extra))
         return served[-1]
 
     yield start
@@ -131,7 +131,7 @@ def serve() -> Iterator[Serve]:
         each.close()
 
 
-def on_loopback(data: Path) -> list[str]:
+def configure_loopback(data: Path) -> list[str]:
     return [f"--data={data}", f"--listen-flight={LOCAL}", f"--listen-http={LOCAL}", "--json"]
 
 
@@ -151,7 +151,7 @@ def publish(about: dict[str, Any], value: bytes, ack: str = "persisted") -> None
         assert answer.status == 200
 
 
-def kept(data: Path, queue: str = "main") -> list[bytes | None]:
+def read_values(data: Path, queue: str = "main") -> list[bytes | None]:
     """Return the values of a queue of a node that has ended."""
     with Node(data, {queue: {}}) as node:
         values: list[bytes | None] = []
@@ -161,7 +161,7 @@ def kept(data: Path, queue: str = "main") -> list[bytes | None]:
 
 
 @pytest.fixture
-def probes(tmp_path: Path) -> Path:
+def probe_plugin(tmp_path: Path) -> Path:
     """A directory with a distribution that has an input plug-in."""
     folder = tmp_path / "site"
     about = folder / "probe-1.0.dist-info"
@@ -176,7 +176,7 @@ def probes(tmp_path: Path) -> Path:
 
 
 def test_serve_needs_only_a_data_directory(serve: Serve, tmp_path: Path) -> None:
-    served = serve(*on_loopback(tmp_path / "new"))
+    served = serve(*configure_loopback(tmp_path / "new"))
     about = served.ready()
     assert about["pid"] == served.process.pid
     publish(about, b"hello")
@@ -186,7 +186,7 @@ def test_serve_needs_only_a_data_directory(serve: Serve, tmp_path: Path) -> None
     assert f"turnlane: flight on {about['flight']}\n" in errors
     assert f"turnlane: http on {about['http']}\n" in errors
     assert "Traceback" not in errors
-    assert kept(tmp_path / "new") == [b"hello"]
+    assert read_values(tmp_path / "new") == [b"hello"]
 
 
 def test_starter_can_wait_until_the_node_is_ready(serve: Serve, tmp_path: Path) -> None:
@@ -195,7 +195,11 @@ def test_starter_can_wait_until_the_node_is_ready(serve: Serve, tmp_path: Path) 
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(PATIENCE)
-        flags = [*on_loopback(tmp_path / "data"), f"--ready-file={ready}", "--log-format=json"]
+        flags = [
+            *configure_loopback(tmp_path / "data"),
+            f"--ready-file={ready}",
+            "--log-format=json",
+        ]
         served = serve(*flags, NOTIFY_SOCKET=str(tmp_path / "notify"))
         about = served.ready()
         assert json.loads(ready.read_text()) == about
@@ -213,7 +217,7 @@ def test_starter_can_wait_until_the_node_is_ready(serve: Serve, tmp_path: Path) 
 def test_log_event_of_a_command_is_written_in_the_chosen_form(
     form: str, serve: Serve, tmp_path: Path
 ) -> None:
-    flags = [*on_loopback(tmp_path / "data"), f"--log-format={form}"]
+    flags = [*configure_loopback(tmp_path / "data"), f"--log-format={form}"]
     served = serve(*flags, NOTIFY_SOCKET=str(tmp_path / "missing"))
     served.ready()
     served.tell(signal.SIGTERM)
@@ -234,10 +238,10 @@ def test_log_event_of_a_command_is_written_in_the_chosen_form(
 
 
 def test_signal_stops_inputs_first_and_loses_nothing(
-    serve: Serve, tmp_path: Path, probes: Path
+    serve: Serve, tmp_path: Path, probe_plugin: Path
 ) -> None:
     text = "queues: {main: }\ninputs: [{type: probe, queue: main}]\n"
-    served = serve(config_file(tmp_path, text), "--json", path=probes)
+    served = serve(config_file(tmp_path, text), "--json", path=probe_plugin)
     about = served.ready()
     assert about["inputs"] == {"probe": None}
     for number in range(50):
@@ -247,11 +251,11 @@ def test_signal_stops_inputs_first_and_loses_nothing(
     assert code == 0, errors
     assert "turnlane: input probe into queue main\n" in errors
     expected = [b"from the input", *(b"%d" % number for number in range(50)), b"the input's last"]
-    assert kept(tmp_path / "data") == expected
+    assert read_values(tmp_path / "data") == expected
 
 
 def test_events_acked_under_load_are_stored_after_a_stop(serve: Serve, tmp_path: Path) -> None:
-    served = serve(*on_loopback(tmp_path / "data"))
+    served = serve(*configure_loopback(tmp_path / "data"))
     about = served.ready()
     told: list[bytes] = []
     enough = threading.Event()
@@ -276,7 +280,7 @@ def test_events_acked_under_load_are_stored_after_a_stop(serve: Serve, tmp_path:
     for client in clients:
         client.join(PATIENCE)
     assert code == 0, errors
-    assert set(told) <= set(kept(tmp_path / "data"))
+    assert set(told) <= set(read_values(tmp_path / "data"))
 
 
 def test_client_continues_with_the_next_node(serve: Serve, tmp_path: Path) -> None:
@@ -297,21 +301,21 @@ def test_client_continues_with_the_next_node(serve: Serve, tmp_path: Path) -> No
         assert producer.flush(PATIENCE)
     served.tell(signal.SIGTERM)
     assert served.ended()[0] == 0
-    assert kept(tmp_path / "data") == [b"%d" % number for number in range(200)]
+    assert read_values(tmp_path / "data") == [b"%d" % number for number in range(200)]
 
 
 def test_part_that_does_not_stop_delays_the_end_by_its_timeout(
-    serve: Serve, tmp_path: Path, probes: Path
+    serve: Serve, tmp_path: Path, probe_plugin: Path
 ) -> None:
     text = "  shutdown_timeout: 100ms\nqueues: {main: }\n"
     text += "inputs: [{type: probe, queue: main, name: stuck}]\n"
-    served = serve(config_file(tmp_path, text), "--json", path=probes)
+    served = serve(config_file(tmp_path, text), "--json", path=probe_plugin)
     publish(served.ready(), b"kept", "accepted")
     served.tell(signal.SIGTERM)
     code, errors = served.ended()
     assert code == 0, errors
     assert 'service.stop_timeout parts="input stuck"' in errors
-    assert kept(tmp_path / "data") == [b"from the input", b"kept"]
+    assert read_values(tmp_path / "data") == [b"from the input", b"kept"]
 
 
 def test_signal_just_before_the_main_thread_sleeps_wakes_it(
@@ -342,11 +346,11 @@ def test_error_during_the_stop_is_raised() -> None:
             caught.wait_or(lambda: 1 / 0)
 
 
-def stuck(serve: Serve, tmp_path: Path, probes: Path) -> Served:
+def stuck_node(serve: Serve, tmp_path: Path, probe_plugin: Path) -> NodeProcess:
     """A node that would wait ten minutes for its input to stop."""
     text = "  shutdown_timeout: 10m\nqueues: {main: }\n"
     text += "inputs: [{type: probe, queue: main, name: stuck}]\n"
-    served = serve(config_file(tmp_path, text), "--json", path=probes)
+    served = serve(config_file(tmp_path, text), "--json", path=probe_plugin)
     publish(served.ready(), b"kept", "accepted")
     served.tell(signal.SIGTERM)
     assert served.process.stdout is not None
@@ -355,18 +359,20 @@ def stuck(serve: Serve, tmp_path: Path, probes: Path) -> Served:
 
 
 def test_second_signal_stops_at_once_and_closes_the_queues(
-    serve: Serve, tmp_path: Path, probes: Path
+    serve: Serve, tmp_path: Path, probe_plugin: Path
 ) -> None:
-    served = stuck(serve, tmp_path, probes)
+    served = stuck_node(serve, tmp_path, probe_plugin)
     served.tell(signal.SIGTERM)
     code, errors = served.ended()
     assert code == 1, errors
     assert "stopping without waiting" in errors
-    assert kept(tmp_path / "data") == [b"from the input", b"kept"]
+    assert read_values(tmp_path / "data") == [b"from the input", b"kept"]
 
 
-def test_third_signal_ends_the_process_at_once(serve: Serve, tmp_path: Path, probes: Path) -> None:
-    served = stuck(serve, tmp_path, probes)
+def test_third_signal_ends_the_process_at_once(
+    serve: Serve, tmp_path: Path, probe_plugin: Path
+) -> None:
+    served = stuck_node(serve, tmp_path, probe_plugin)
     served.tell(signal.SIGINT)
     served.heard("stopping without waiting")
     served.tell(signal.SIGINT)
@@ -376,25 +382,25 @@ def test_third_signal_ends_the_process_at_once(serve: Serve, tmp_path: Path, pro
 def test_killed_node_has_every_persisted_event(serve: Serve, tmp_path: Path) -> None:
     data = tmp_path / "data"
     for start in (0, 10):
-        served = serve(*on_loopback(data))
+        served = serve(*configure_loopback(data))
         about = served.ready()
         for number in range(start, start + 10):
             publish(about, b"%d" % number)
         served.tell(signal.SIGKILL)
         assert served.ended()[0] == -signal.SIGKILL
-    assert kept(data) == [b"%d" % number for number in range(20)]
+    assert read_values(data) == [b"%d" % number for number in range(20)]
 
 
 # ── not starting ─────────────────────────────────────────────────────────────────────────────────
 
 
-def turnlane_says(*arguments: str | Path) -> tuple[int, str, str]:
+def run_turnlane(*arguments: str | Path) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of a command that ends before a node is opened."""
     run = CliRunner().invoke(app, [*map(str, arguments)])
     return run.exit_code, run.stdout, run.stderr
 
 
-def only_line(errors: str) -> str:
+def get_only_line(errors: str) -> str:
     """Return the only error line; log records begin with a time."""
     (line,) = [line for line in errors.splitlines() if not line.startswith("20")]
     return line
@@ -402,7 +408,7 @@ def only_line(errors: str) -> str:
 
 def test_wrong_configuration_is_refused_with_its_places(tmp_path: Path) -> None:
     file = config_file(tmp_path, "queues:\n  main: {siez: 5}\ninputs:\n  - {type: nothing}\n")
-    code, _, errors = turnlane_says("serve", file)
+    code, _, errors = run_turnlane("serve", file)
     assert code == 78
     assert errors.splitlines() == [
         f"{file}:6:10: queues.main.siez: there is no such setting; did you mean size?",
@@ -416,11 +422,11 @@ def test_wrong_configuration_is_refused_with_its_places(tmp_path: Path) -> None:
 def test_taken_port_is_named(serve: Serve, tmp_path: Path, plane: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        flags = [flag for flag in on_loopback(tmp_path / "data") if plane not in flag]
+        flags = [flag for flag in configure_loopback(tmp_path / "data") if plane not in flag]
         code, errors = serve(*flags, f"--listen-{plane}={address}").ended()
     assert code == 75
     wanted = f"turnlane: node.{plane}.listen: cannot listen on {address}: Address already in use"
-    assert only_line(errors) == wanted
+    assert get_only_line(errors) == wanted
     with Node(tmp_path / "data"):
         """The directory is not locked."""
 
@@ -433,12 +439,12 @@ def test_taken_port_of_an_input_is_named(serve: Serve, tmp_path: Path) -> None:
         code, errors = serve(config_file(tmp_path, text)).ended()
     assert code == 75
     wanted = f"turnlane: input syslog: udp: cannot listen on {address}: Address already in use"
-    assert only_line(errors) == wanted
+    assert get_only_line(errors) == wanted
 
 
 def test_limit_of_open_files_is_raised_to_the_maximum(serve: Serve, tmp_path: Path) -> None:
     limits = ["prlimit", "--nofile=256:2000"]
-    node = serve(*on_loopback(tmp_path / "data"), before=limits)
+    node = serve(*configure_loopback(tmp_path / "data"), before=limits)
     pid = node.ready()["pid"]
     assert resource.prlimit(pid, resource.RLIMIT_NOFILE) == (2000, 2000)
 
@@ -459,21 +465,21 @@ def test_node_that_only_reads_stdin_ends_with_it(serve: Serve, tmp_path: Path, o
     code, errors = node.ended()
     assert code == 0
     assert ("end of input: stopping" in errors) is not bool(others)
-    assert kept(tmp_path / "data") == [b"one", b"two"]
+    assert read_values(tmp_path / "data") == [b"one", b"two"]
 
 
 def test_directory_of_another_node_is_named(serve: Serve, tmp_path: Path) -> None:
     with Node(tmp_path / "data"):
-        code, errors = serve(*on_loopback(tmp_path / "data")).ended()
+        code, errors = serve(*configure_loopback(tmp_path / "data")).ended()
     assert code == 75
-    assert str(tmp_path / "data") in only_line(errors)
+    assert str(tmp_path / "data") in get_only_line(errors)
 
 
 def test_directory_that_cannot_be_created_is_named(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    code, errors = serve(*on_loopback(tmp_path / "file" / "data")).ended()
+    code, errors = serve(*configure_loopback(tmp_path / "file" / "data")).ended()
     assert code == 1
-    assert str(tmp_path / "file") in only_line(errors)
+    assert str(tmp_path / "file") in get_only_line(errors)
 
 
 @pytest.mark.parametrize(
@@ -481,15 +487,15 @@ def test_directory_that_cannot_be_created_is_named(serve: Serve, tmp_path: Path)
     [[], ["--data=d", "c.yaml"], ["c.yaml", "--queue=a"], ["c.yaml", "--listen-http=:0"]],
 )
 def test_config_together_with_a_directory_is_refused(arguments: list[str]) -> None:
-    code, _, errors = turnlane_says("serve", *arguments)
+    code, _, errors = run_turnlane("serve", *arguments)
     assert code == 2
     assert "CONFIG" in errors
 
 
 def test_wrong_address_on_the_command_line_is_refused(tmp_path: Path) -> None:
-    code, _, errors = turnlane_says("serve", f"--data={tmp_path}", "--listen-http=0.0.0.0:0")
+    code, _, errors = run_turnlane("serve", f"--data={tmp_path}", "--listen-http=0.0.0.0:0")
     assert code == 78
-    assert only_line(errors).startswith("turnlane: node.http.listen: 0.0.0.0:0 can be reached")
+    assert get_only_line(errors).startswith("turnlane: node.http.listen: 0.0.0.0:0 can be reached")
 
 
 def test_work_that_ends_after_the_signals_writes_to_no_pipe(tmp_path: Path) -> None:
@@ -515,9 +521,9 @@ def settings(data: Path, text: str = "") -> Config:
 
 
 def test_failed_start_closes_all_opened_parts(
-    tmp_path: Path, probes: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, probe_plugin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(probes)
+    monkeypatch.syspath_prepend(probe_plugin)
     fresh = PluginRegistry("turnlane.inputs", Input, "input")  # type: ignore[type-abstract]
     monkeypatch.setattr(api, "load", fresh.load)
     text = "inputs: [{type: probe, queue: main, name: broken}]"
@@ -529,7 +535,7 @@ def test_failed_start_closes_all_opened_parts(
     for address in addresses:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((address.host, address.port))
-    assert kept(tmp_path / "data") == [b"from the input"]
+    assert read_values(tmp_path / "data") == [b"from the input"]
 
 
 def test_input_without_its_queue_is_refused(tmp_path: Path) -> None:
@@ -552,7 +558,7 @@ def test_service_can_be_stopped_twice_and_frees_its_directory(tmp_path: Path) ->
     assert service.stop(5.0)
     assert service.stop()
     service.hard_stop()
-    assert kept(tmp_path / "data") == []
+    assert read_values(tmp_path / "data") == []
 
 
 def test_planes_can_be_switched_off(tmp_path: Path) -> None:
@@ -567,7 +573,7 @@ def test_planes_can_be_switched_off(tmp_path: Path) -> None:
 
 def test_validate_accepts_a_valid_file(tmp_path: Path) -> None:
     file = config_file(tmp_path, "queues: {main: }\n")
-    assert turnlane_says("validate", file) == (0, f"{file}: ok, 1 queue, 0 inputs\n", "")
+    assert run_turnlane("validate", file) == (0, f"{file}: ok, 1 queue, 0 inputs\n", "")
     assert not (tmp_path / "data").exists()
 
 
@@ -582,7 +588,7 @@ def test_validate_warns_of_commits_into_memory(tmp_path: Path, kind: str, where:
         "- {name: now, output: {type: discard}}",
     ]
     file = config_file(tmp_path, "actions:\n" + "\n".join(actions) + "\n")
-    code, said, warned = turnlane_says("validate", file)
+    code, said, warned = run_turnlane("validate", file)
     assert (code, said) == (0, f"{file}: ok, 0 queues, 0 inputs, 3 actions\n")
     (line,) = warned.splitlines()
     assert line.startswith(
@@ -593,7 +599,7 @@ def test_validate_warns_of_commits_into_memory(tmp_path: Path, kind: str, where:
 
 def test_validate_lists_every_issue(tmp_path: Path) -> None:
     file = config_file(tmp_path, "queue: {}\ninput: []\n")
-    code, _, errors = turnlane_says("validate", file)
+    code, _, errors = run_turnlane("validate", file)
     assert code == 78
     assert errors.splitlines() == [
         f"{file}:5:1: queue: there is no such setting; did you mean queues?",
@@ -606,14 +612,14 @@ def test_validate_reads_secrets_and_shows_none(
 ) -> None:
     monkeypatch.setenv("TOKEN", "very-secret")
     token = "  tokens: [{name: app, secret: '${TOKEN}', rights: {'*': [publish]}}]\n"
-    code, shown, errors = turnlane_says("validate", config_file(tmp_path, token), "--show")
+    code, shown, errors = run_turnlane("validate", config_file(tmp_path, token), "--show")
     assert code == 0, errors
     assert json.loads(shown)["node"]["tokens"][0]["secret"] == "${TOKEN}"
     assert "very-secret" not in shown + errors
     elsewhere = token.replace("secret: '${TOKEN}'", "secret_env: GONE")
-    code, _, errors = turnlane_says("validate", config_file(tmp_path, elsewhere))
+    code, _, errors = run_turnlane("validate", config_file(tmp_path, elsewhere))
     assert code == 78
-    assert only_line(errors) == (
+    assert get_only_line(errors) == (
         "turnlane: node.tokens.app: environment variable GONE is empty or not set"
     )
 
@@ -628,15 +634,15 @@ def test_validate_reads_secrets_and_shows_none(
 )
 def test_validate_refuses_public_syslog(tmp_path: Path, listens: str, found: str | None) -> None:
     text = f"queues: {{main: }}\ninputs: [{{type: syslog, {listens}, queue: main}}]\n"
-    code, _, errors = turnlane_says("validate", config_file(tmp_path, text))
+    code, _, errors = run_turnlane("validate", config_file(tmp_path, text))
     assert code == (78 if found else 0)
-    assert not found or only_line(errors).startswith(f"turnlane: {found}")
+    assert not found or get_only_line(errors).startswith(f"turnlane: {found}")
     assert ("which needs tls and tls.client_ca" in errors) is bool(found)
 
 
 def test_validate_loads_certificates(tmp_path: Path) -> None:
     file = config_file(tmp_path, "  tls: {cert: none.pem, key: none.key}\n")
-    code, _, errors = turnlane_says("validate", file)
+    code, _, errors = run_turnlane("validate", file)
     assert code == 78
     expected = "turnlane: node.flight.tls.cert: none.pem: No such file or directory"
-    assert only_line(errors) == expected
+    assert get_only_line(errors) == expected

@@ -92,7 +92,7 @@ async def bug(_request: Request) -> Response:
 
 
 @contextlib.contextmanager
-def serving(**knobs: Any) -> Iterator[WebServer]:
+def serve_app(**knobs: Any) -> Iterator[WebServer]:
     settings = WebSettings(**{"listen": ":0", "idle_timeout": "30s"} | knobs)
     routes = [
         Route("/", echo_length, methods=["GET", "POST"]),
@@ -105,11 +105,11 @@ def serving(**knobs: Any) -> Iterator[WebServer]:
         yield server
 
 
-def connected(server: WebServer) -> socket.socket:
+def open_connection(server: WebServer) -> socket.socket:
     return socket.create_connection((server.address.host, server.address.port), timeout=20)
 
 
-def is_cut(sock: socket.socket) -> bool:
+def wait_until_closed(sock: socket.socket) -> bool:
     """Wait until the server has closed the connection."""
     try:
         while sock.recv(65536):
@@ -120,17 +120,17 @@ def is_cut(sock: socket.socket) -> bool:
 
 
 def test_server_serves_a_real_port_and_stops_twice() -> None:
-    with serving() as server:
+    with serve_app() as server:
         assert server.address.port > 0
         assert httpx.post(server.url, content=b"12345").text == "5"
         server.stop(1.0)
         with pytest.raises(ConnectionRefusedError):
-            connected(server)
+            open_connection(server)
 
 
 def test_uvicorn_has_the_internals_that_the_server_overrides() -> None:
     """If this fails, read the changes of uvicorn before you raise its version limit."""
-    with serving() as server, connected(server) as sock:
+    with serve_app() as server, open_connection(server) as sock:
         sock.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nhalf")
         live = server._server
         assert live is not None
@@ -154,7 +154,7 @@ def test_uvicorn_has_the_internals_that_the_server_overrides() -> None:
 
 def test_answers_on_a_kept_connection_are_not_delayed() -> None:
     """Nagle's algorithm would delay the body of every answer by about 40 ms."""
-    with serving() as server, httpx.Client(base_url=server.url) as client:
+    with serve_app() as server, httpx.Client(base_url=server.url) as client:
         client.post("/", content=b"1")
         took = []
         for _ in range(20):
@@ -165,50 +165,50 @@ def test_answers_on_a_kept_connection_are_not_delayed() -> None:
 
 
 def test_port_in_use_is_a_temporary_error() -> None:
-    with serving() as server, pytest.raises(AddressTaken, match="listen: cannot listen on"):
+    with serve_app() as server, pytest.raises(AddressTaken, match="listen: cannot listen on"):
         WebServer(lambda *_: None, WebSettings(listen=server.address)).start()  # type: ignore[arg-type]
 
 
 def test_idle_and_slow_clients_are_disconnected() -> None:
     with (
-        serving(idle_timeout="300ms") as server,
-        connected(server) as idle,
-        connected(server) as slow,
+        serve_app(idle_timeout="300ms") as server,
+        open_connection(server) as idle,
+        open_connection(server) as slow,
     ):
         done = threading.Event()
 
-        def drip() -> None:
+        def send_slowly() -> None:
             slow.sendall(b"GET / HTTP/1.1\r\n")
             with contextlib.suppress(OSError):
                 while not done.wait(0.05):
                     slow.sendall(b"a: b\r\n")
 
-        dripping = threading.Thread(target=drip)
+        dripping = threading.Thread(target=send_slowly)
         dripping.start()
         assert httpx.post(server.url, content=b"1").text == "1"
-        assert is_cut(idle)
-        assert is_cut(slow)
+        assert wait_until_closed(idle)
+        assert wait_until_closed(slow)
         done.set()
         dripping.join()
         wait_until(lambda: server.connections == 0)
 
 
 def test_stopped_or_slow_body_is_disconnected() -> None:
-    with serving(idle_timeout="300ms") as server, connected(server) as stuck:
+    with serve_app(idle_timeout="300ms") as server, open_connection(server) as stuck:
         stuck.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nabc")
-        assert is_cut(stuck)
+        assert wait_until_closed(stuck)
         wait_until(lambda: server.connections == 0)
 
 
 def test_idle_kept_connection_is_closed() -> None:
-    with serving(idle_timeout="300ms") as server, connected(server) as sock:
+    with serve_app(idle_timeout="300ms") as server, open_connection(server) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         assert sock.recv(1000).startswith(b"HTTP/1.1 200")
-        assert is_cut(sock)
+        assert wait_until_closed(sock)
 
 
 def test_client_that_does_not_read_its_answer_is_disconnected() -> None:
-    with serving(idle_timeout="300ms") as server, connected(server) as sock:
+    with serve_app(idle_timeout="300ms") as server, open_connection(server) as sock:
         sock.sendall(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n")
         wait_until(lambda: server.connections == 1)
         wait_until(lambda: server.connections == 0)
@@ -225,17 +225,21 @@ def test_slow_answer_does_not_disconnect_the_client() -> None:
 
     app = Starlette(routes=[Route("/", late)])
     settings = WebSettings(listen=":0", idle_timeout="200ms")  # type: ignore[arg-type]
-    with WebServer(app, settings).start() as server, connected(server) as sock:
+    with WebServer(app, settings).start() as server, open_connection(server) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        with connected(server) as other:
-            assert is_cut(other)  # the timeout has passed
+        with open_connection(server) as other:
+            assert wait_until_closed(other)  # the timeout has passed
         release.set()
         assert sock.recv(1000).startswith(b"HTTP/1.1 200")
 
 
 def test_connections_beyond_the_limit_are_refused_until_others_close() -> None:
-    with serving(max_connections=2) as server:
-        with connected(server) as one, connected(server), connected(server) as third:
+    with serve_app(max_connections=2) as server:
+        with (
+            open_connection(server) as one,
+            open_connection(server),
+            open_connection(server) as third,
+        ):
             assert b"503 Service Unavailable" in third.recv(1000)
             one.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             assert one.recv(1000).startswith(b"HTTP/1.1 200")
@@ -246,31 +250,31 @@ def test_connections_beyond_the_limit_are_refused_until_others_close() -> None:
 @pytest.mark.parametrize("head", [b"x: " + b"y" * 5000, b"\r\n".join([b"x: y"] * 1000)])
 @pytest.mark.parametrize("ending", [b"\r\n\r\n", b""])
 def test_headers_beyond_the_limit_are_refused(head: bytes, ending: bytes) -> None:
-    with serving(max_header_bytes="2Ki") as server, connected(server) as sock:
+    with serve_app(max_header_bytes="2Ki") as server, open_connection(server) as sock:
         sock.sendall(b"GET / HTTP/1.1\r\n" + head + ending)
         assert sock.recv(100).startswith(b"HTTP/1.1 431 ")
-        assert is_cut(sock)
+        assert wait_until_closed(sock)
 
 
 def test_trailers_have_the_same_limit() -> None:
-    with serving(max_header_bytes="2Ki") as server, connected(server) as sock:
+    with serve_app(max_header_bytes="2Ki") as server, open_connection(server) as sock:
         sock.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n")
         sock.sendall(b"\r\n".join([b"x: y"] * 1000) + b"\r\n\r\n")
-        assert is_cut(sock)
+        assert wait_until_closed(sock)
 
 
 @pytest.mark.parametrize(
     "junk", [b"\x00\x01\x02\r\n\r\n", b"GET\r\n\r\n", b"GET /\xff HTTP/1.1\r\n\r\n"]
 )
 def test_invalid_request_is_answered_and_disconnected(junk: bytes) -> None:
-    with serving() as server, connected(server) as sock:
+    with serve_app() as server, open_connection(server) as sock:
         sock.sendall(junk)
         assert sock.recv(100).startswith(b"HTTP/1.1 400")
-        assert is_cut(sock)
+        assert wait_until_closed(sock)
 
 
 def test_pipelined_requests_are_answered_in_order() -> None:
-    with serving() as server, connected(server) as sock:
+    with serve_app() as server, open_connection(server) as sock:
         request = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
         sock.sendall(b"".join(request % (size, b"x" * size) for size in (1, 2, 3)))
         sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -296,7 +300,7 @@ def test_stop_lets_requests_finish_until_the_timeout() -> None:
         begun.clear()
         release.clear()
         server = WebServer(app, WebSettings(listen=":0")).start()  # type: ignore[arg-type]
-        with connected(server) as sock:
+        with open_connection(server) as sock:
             sock.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             assert begun.wait(10)
             stopping = threading.Thread(target=server.stop, args=(20.0 if finishes else 0.0,))
@@ -306,7 +310,7 @@ def test_stop_lets_requests_finish_until_the_timeout() -> None:
                 assert sock.recv(1000).startswith(b"HTTP/1.1 200")
             stopping.join(10)
             assert not stopping.is_alive()
-            assert is_cut(sock)
+            assert wait_until_closed(sock)
         release.set()
 
 
@@ -315,7 +319,7 @@ def test_stop_lets_requests_finish_until_the_timeout() -> None:
 
 def test_tls_server_refuses_plain_text(certificates: Certificates) -> None:
     tls = TlsSettings(**certificates.server_knob())
-    with serving(tls=tls) as server:
+    with serve_app(tls=tls) as server:
         assert httpx.get(server.url, verify=certificates.client_context()).status_code == 200
         with pytest.raises(httpx.HTTPError):
             httpx.get(server.url.replace("https", "http"))
@@ -325,7 +329,7 @@ def test_tls_server_refuses_plain_text(certificates: Certificates) -> None:
 
 def test_mutual_tls_requires_a_certificate_of_its_authority(certificates: Certificates) -> None:
     tls = TlsSettings(**certificates.server_knob(mutual=True))
-    with serving(tls=tls) as server:
+    with serve_app(tls=tls) as server:
         friend = certificates.client_context(certificates.client)
         assert httpx.get(server.url, verify=friend).status_code == 200
         for identity in (None, certificates.stranger):
@@ -342,8 +346,8 @@ def test_mutual_tls_requires_a_certificate_of_its_authority(certificates: Certif
 
 def test_missing_tls_handshake_is_disconnected(certificates: Certificates) -> None:
     tls = TlsSettings(**certificates.server_knob())
-    with serving(tls=tls, idle_timeout="300ms") as server, connected(server) as sock:
-        assert is_cut(sock)
+    with serve_app(tls=tls, idle_timeout="300ms") as server, open_connection(server) as sock:
+        assert wait_until_closed(sock)
 
 
 # ── bodies ──────────────────────────────────────────────────────────────────────────────────────
@@ -357,7 +361,7 @@ def test_gzip_and_deflate_bodies_are_unpacked() -> None:
         "deflate": [zlib.compress(text), raw.compress(text) + raw.flush()],
         "identity": [text],
     }
-    with serving() as server, httpx.Client(base_url=server.url) as client:
+    with serve_app() as server, httpx.Client(base_url=server.url) as client:
         for encoding, variants in bodies.items():
             for body in variants:
                 answer = client.post("/", content=body, headers={"content-encoding": encoding})
@@ -370,29 +374,29 @@ def test_gzip_and_deflate_bodies_are_unpacked() -> None:
     ids=["junk", "cut short", "cut in its head"],
 )
 def test_body_with_a_wrong_encoding_is_a_bad_request(body: bytes) -> None:
-    with serving() as server:
+    with serve_app() as server:
         answer = httpx.post(server.url, content=body, headers={"content-encoding": "gzip"})
         assert answer.status_code == 400
         assert answer.headers["content-type"] == "application/problem+json"
 
 
 def test_unknown_encoding_is_unsupported() -> None:
-    with serving() as server:
+    with serve_app() as server:
         answer = httpx.post(server.url, content=b"", headers={"content-encoding": "br"})
         assert answer.status_code == 415
 
 
 def test_body_over_the_limit_is_refused() -> None:
-    def chunks() -> Iterator[bytes]:
+    def yield_chunks() -> Iterator[bytes]:
         for _ in range(12):
             yield b"x" * 1000
 
-    with serving(max_request_bytes=10_000) as server:
+    with serve_app(max_request_bytes=10_000) as server:
         assert httpx.post(server.url, content=b"x" * 10_000).text == "10000"
-        for content in (b"x" * 10_001, chunks()):
+        for content in (b"x" * 10_001, yield_chunks()):
             answer = httpx.post(server.url, content=content)
             assert (answer.status_code, answer.json()["error"]) == (413, "BodyTooLarge")
-        with connected(
+        with open_connection(
             server
         ) as sock:  # a client with "Expect: 100-continue" gets the answer before it sends
             head = (
@@ -400,7 +404,7 @@ def test_body_over_the_limit_is_refused() -> None:
             )
             sock.sendall(head % 10**12)
             assert sock.recv(1000).startswith(b"HTTP/1.1 413")
-            assert is_cut(sock)
+            assert wait_until_closed(sock)
 
 
 def test_gzip_bomb_is_refused_without_unpacking_it() -> None:
@@ -415,7 +419,7 @@ def test_gzip_bomb_is_refused_without_unpacking_it() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 8 * 2**20
-    with serving(max_decompressed_bytes="1Mi") as server:
+    with serve_app(max_decompressed_bytes="1Mi") as server:
         answer = httpx.post(server.url, content=bomb, headers={"content-encoding": "gzip"})
         assert answer.status_code == 413
 
@@ -448,6 +452,6 @@ def test_error_becomes_its_status(error: Exception, status: int, after: str | No
 
 
 def test_bug_is_answered_with_500_and_the_server_continues() -> None:
-    with serving() as server:
+    with serve_app() as server:
         assert httpx.get(f"{server.url}/bug").status_code == 500
         assert httpx.get(server.url).status_code == 200

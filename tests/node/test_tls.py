@@ -21,7 +21,7 @@ PAST = dt.datetime(2020, 1, 1, tzinfo=dt.UTC)
 Place = tuple[str, int]
 
 
-def client(
+def build_client_context(
     certificates: Certificates, identity: CertAndKey, version: ssl.TLSVersion
 ) -> ssl.SSLContext:
     """A client that speaks this version and no other.
@@ -29,12 +29,12 @@ def client(
     Up to 1.2 a handshake ends well only once the server has judged the certificate.
     """
     context = certificates.client_context(identity)
-    _only(context, version)
+    _allow_only(context, version)
     context.set_alpn_protocols(["h2"])  # gRPC accepts no other client
     return context
 
 
-def _only(context: ssl.SSLContext, version: ssl.TLSVersion) -> None:
+def _allow_only(context: ssl.SSLContext, version: ssl.TLSVersion) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the test needs the old version
         context.minimum_version = context.maximum_version = version
@@ -42,7 +42,7 @@ def _only(context: ssl.SSLContext, version: ssl.TLSVersion) -> None:
 
 
 @pytest.fixture(scope="module")
-def places(
+def listeners(
     certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Place]]:
     """The addresses of all listeners, each with mutual TLS."""
@@ -66,15 +66,15 @@ def places(
     with Service(config).start() as service:
         found = {name: str(plane.address) for name, plane in service.planes.items()}
         found |= {name: str(each.address) for name, each in service.inputs.items()}
-        yield {name: _place(address) for name, address in found.items()}
+        yield {name: _parse_address(address) for name, address in found.items()}
 
 
-def _place(address: str) -> Place:
+def _parse_address(address: str) -> Place:
     host, _, port = address.rpartition("/")[2].rpartition(":")
     return host, int(port)
 
 
-def shake_hands(place: Place, context: ssl.SSLContext) -> str | None:
+def negotiate(place: Place, context: ssl.SSLContext) -> str | None:
     """Return the negotiated version. Raises if the server refuses."""
     with (
         socket.create_connection(place, PATIENCE) as plain,
@@ -85,19 +85,21 @@ def shake_hands(place: Place, context: ssl.SSLContext) -> str | None:
 
 @pytest.mark.parametrize("listener", LISTENERS)
 def test_listeners_speak_tls(
-    certificates: Certificates, places: dict[str, Place], listener: str
+    certificates: Certificates, listeners: dict[str, Place], listener: str
 ) -> None:
-    context = client(certificates, certificates.client, ssl.TLSVersion.TLSv1_2)
-    assert shake_hands(places[listener], context) == "TLSv1.2"
+    context = build_client_context(certificates, certificates.client, ssl.TLSVersion.TLSv1_2)
+    assert negotiate(listeners[listener], context) == "TLSv1.2"
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1])
 @pytest.mark.parametrize("listener", LISTENERS)
 def test_old_tls_is_refused(
-    certificates: Certificates, places: dict[str, Place], listener: str, version: ssl.TLSVersion
+    certificates: Certificates, listeners: dict[str, Place], listener: str, version: ssl.TLSVersion
 ) -> None:
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        shake_hands(places[listener], client(certificates, certificates.client, version))
+        negotiate(
+            listeners[listener], build_client_context(certificates, certificates.client, version)
+        )
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1])
@@ -106,7 +108,7 @@ def test_refused_client_can_speak_old_tls(
 ) -> None:
     """A server that allows old TLS accepts it, so the refusal was not the client's."""
     context = certificates.server_context()
-    _only(context, version)
+    _allow_only(context, version)
 
     def serve() -> None:
         accepted, _ = listening.accept()
@@ -116,8 +118,9 @@ def test_refused_client_can_speak_old_tls(
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = threading.Thread(target=serve)
         server.start()
-        spoken = shake_hands(
-            listening.getsockname(), client(certificates, certificates.client, version)
+        spoken = negotiate(
+            listening.getsockname(),
+            build_client_context(certificates, certificates.client, version),
         )
         server.join(PATIENCE)
     assert spoken == version.name.replace("_", ".")
@@ -125,8 +128,10 @@ def test_refused_client_can_speak_old_tls(
 
 @pytest.mark.parametrize("listener", LISTENERS)
 def test_expired_client_certificate_is_refused(
-    certificates: Certificates, places: dict[str, Place], listener: str
+    certificates: Certificates, listeners: dict[str, Place], listener: str
 ) -> None:
     expired = certificates.issue("expired", not_before=PAST, not_after=PAST)
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        shake_hands(places[listener], client(certificates, expired, ssl.TLSVersion.TLSv1_2))
+        negotiate(
+            listeners[listener], build_client_context(certificates, expired, ssl.TLSVersion.TLSv1_2)
+        )
