@@ -1,4 +1,4 @@
-"""The options of ``format("turnlane")``, checked before anything is read or written.
+"""The options of ``format("turnlane")``, checked before anything is read or written; and filters.
 
 Options have the names of Spark's Kafka source where the meaning is the same. Spark passes options
 as texts, with names in any case. :class:`ReadOptions` and :class:`WriteOptions` are public. Their
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -26,6 +26,14 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 from pydantic_core import to_jsonable_python
+from pyspark.sql.datasource import (
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    LessThan,
+    LessThanOrEqual,
+)
 
 from turnlane.client.address import DEFAULT_PORT, NodeUrl
 from turnlane.delivery.settings import Ordering
@@ -437,3 +445,34 @@ def _read_query_id(checkpoint: Path) -> str | None:
     except FileNotFoundError:  # A path without a scheme may be on Hadoop's file system.
         return None
     return str(found["id"])
+
+
+# ── filters ──
+
+
+Bounds = tuple[int | None, int | None]
+"""The first number and the end of a range; ``None`` if the range has no such bound."""
+
+
+def get_range(
+    each: Filter, column: str, kind: type, convert: Callable[[Any], int] = int, step: int = 1
+) -> Bounds | None:
+    """Return the range that a comparison of a column leaves; ``None`` for other filters.
+
+    ``convert`` makes a number of the value, which must have the type ``kind``. The next higher
+    value has a number that is higher by ``step``.
+    """
+    if getattr(each, "attribute", None) != (column,):
+        return None
+    value = getattr(each, "value", None)
+    if not isinstance(value, kind):
+        return None
+    at = convert(value)
+    ranges: dict[type[Filter], Bounds] = {
+        EqualTo: (at, at + step),
+        GreaterThan: (at + step, None),
+        GreaterThanOrEqual: (at, None),
+        LessThan: (None, at),
+        LessThanOrEqual: (None, at + step),
+    }
+    return ranges.get(type(each))

@@ -34,12 +34,8 @@ from pyspark.sql.datasource import (
     DataSourceStreamReader,
     EqualTo,
     Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
     In,
     InputPartition,
-    LessThan,
-    LessThanOrEqual,
 )
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import (
@@ -77,6 +73,7 @@ from turnlane.spark.options import (
     ROWS_PER_BATCH,
     Offsets,
     ReadOptions,
+    get_range,
 )
 from turnlane.spark.row_codec import Mask, RowBuilder
 from turnlane.spark.session import freeze_gc_after
@@ -287,62 +284,30 @@ class OffsetBounds:
         ends = {node: end[node] if self.end is None else min(end[node], self.end) for node in nodes}
         return firsts, {node: max(ends[node], firsts[node]) for node in nodes}
 
-    def limit_first(self, first: int) -> OffsetBounds:
-        """Return the bounds with only offsets from ``first`` on."""
-        return replace(self, first=max(self.first, first))
-
-    def limit_end(self, end: int) -> OffsetBounds:
-        """Return the bounds with only offsets before ``end``."""
-        return replace(self, end=end if self.end is None else min(self.end, end))
-
-    def limit_nodes(self, nodes: Iterable[int]) -> OffsetBounds:
-        """Return the bounds with only these nodes."""
-        wanted = frozenset(nodes)
-        return replace(self, nodes=wanted if self.nodes is None else self.nodes & wanted)
-
 
 def extract_bounds(filters: Iterable[Filter]) -> tuple[OffsetBounds, list[Filter]]:
     """Return the bounds that filters set, and the filters that Spark has still to apply."""
-    bounds = OffsetBounds()
-    rest = []
+    rest: list[Filter] = []
+    firsts, ends, nodes = [0], [], None
     for each in filters:
-        exact = _apply_filter(bounds, each)
-        if exact is None:
-            bounds = _apply_hull(bounds, each)
-            rest.append(each)
-        else:
-            bounds = exact
-    return bounds, rest
-
-
-def _apply_filter(bounds: OffsetBounds, each: Filter) -> OffsetBounds | None:
-    """Return the bounds with a filter; ``None`` if bounds cannot express it."""
-    result = None
-    match each:
-        case EqualTo(("offset",), int(value)):
-            result = bounds.limit_first(value).limit_end(value + 1)
-        case GreaterThan(("offset",), int(value)):
-            result = bounds.limit_first(value + 1)
-        case GreaterThanOrEqual(("offset",), int(value)):
-            result = bounds.limit_first(value)
-        case LessThan(("offset",), int(value)):
-            result = bounds.limit_end(value)
-        case LessThanOrEqual(("offset",), int(value)):
-            result = bounds.limit_end(value + 1)
-        case EqualTo(("partition",), int(value)):
-            result = bounds.limit_nodes([value])
-        case In(("partition",), tuple(values)):
-            result = bounds.limit_nodes(values)
-    return result
-
-
-def _apply_hull(bounds: OffsetBounds, each: Filter) -> OffsetBounds:
-    """Return the bounds around the values of a filter that Spark has still to apply."""
-    match each:
-        case In(("offset",), (int(), *_) as values):
-            offsets = [value for value in values if value is not None]
-            return bounds.limit_first(min(offsets)).limit_end(max(offsets) + 1)
-    return bounds
+        match each:
+            case EqualTo(("partition",), int(value)):
+                nodes = {value} if nodes is None else nodes & {value}
+            case In(("partition",), tuple(values)):
+                nodes = set(values) if nodes is None else nodes & set(values)
+            case In(("offset",), (int(), *_) as values):
+                offsets = [value for value in values if value is not None]
+                firsts.append(min(offsets))
+                ends.append(max(offsets) + 1)
+                rest.append(each)  # The bounds include offsets between these.
+            case _ if (found := get_range(each, "offset", int)) is not None:
+                first, end = found
+                firsts += [] if first is None else [first]
+                ends += [] if end is None else [end]
+            case _:
+                rest.append(each)
+    found_nodes = None if nodes is None else frozenset(nodes)
+    return OffsetBounds(max(firsts), min(ends, default=None), found_nodes), rest
 
 
 class QueueBatchReader(DataSourceReader):

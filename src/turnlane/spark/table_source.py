@@ -29,12 +29,8 @@ from pyspark.sql.datasource import (
     DataSourceWriter,
     EqualTo,
     Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
     In,
     InputPartition,
-    LessThan,
-    LessThanOrEqual,
     WriterCommitMessage,
 )
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
@@ -43,7 +39,7 @@ from pyspark.sql.types import StructType
 from turnlane.databases import Dialect, add_password
 from turnlane.errors import ConfigError
 from turnlane.runtime import read_secret
-from turnlane.spark.options import Options, find_writer_id, merge_path
+from turnlane.spark.options import Options, find_writer_id, get_range, merge_path
 from turnlane.spark.session import freeze_gc_after
 from turnlane.table.batch_commit import BatchStaging, get_job_id
 from turnlane.table.definition import Definition
@@ -51,7 +47,6 @@ from turnlane.table.grammar import parse_definition
 from turnlane.table.queue import EventSelection, TableScan, convert_to_nanoseconds
 from turnlane.table.queue_sql import load_queue_dialect
 from turnlane.table.rows import (
-    NANOSECONDS_PER_MICROSECOND,
     build_block,
     cast_batch,
     check_columns,
@@ -163,55 +158,28 @@ def build_selection(filters: Iterable[Filter], key: str | None) -> EventSelectio
 
     Spark applies all filters again: the table has nanoseconds, but Spark only microseconds.
     """
-    selection = EventSelection()
+    fields: dict[str, Any] = {}
+    firsts, ends = [], []
     for each in filters:
-        selection = _apply_filter(selection, each, key)
-    return selection
-
-
-def _apply_filter(selection: EventSelection, each: Filter, key: str | None) -> EventSelection:
-    result = selection
-    match each:
-        case EqualTo(("fire_at",), datetime() as at):
-            result = _limit_until(_limit_from(selection, at, 0), at, 1)
-        case GreaterThan(("fire_at",), datetime() as at):
-            result = _limit_from(selection, at, 1)
-        case GreaterThanOrEqual(("fire_at",), datetime() as at):
-            result = _limit_from(selection, at, 0)
-        case LessThan(("fire_at",), datetime() as at):
-            result = _limit_until(selection, at, 0)
-        case LessThanOrEqual(("fire_at",), datetime() as at):
-            result = _limit_until(selection, at, 1)
-        case EqualTo((name,), value):
-            result = _limit_values(selection, name, (value,), key)
-        case In((name,), tuple(values)):
-            result = _limit_values(selection, name, values, key)
-    return result
-
-
-def _limit_values(
-    selection: EventSelection, name: str, values: tuple[Any, ...], key: str | None
-) -> EventSelection:
-    field = "keys" if name == key else _FIELDS.get(name)
-    if field is None or any(value is None for value in values):
-        return selection
-    known: tuple[Any, ...] | None = getattr(selection, field)
-    kept: Any = values if known is None else tuple(each for each in known if each in values)
-    changed: dict[str, Any] = {field: kept}
-    return replace(selection, **changed)
-
-
-def _limit_from(selection: EventSelection, at: datetime, more: int) -> EventSelection:
-    """Limit the selection to rows due at a microsecond plus ``more``, or later."""
-    bound = convert_to_nanoseconds(at) + more * NANOSECONDS_PER_MICROSECOND
-    known = selection.fire_from
-    return replace(selection, fire_from=bound if known is None else max(known, bound))
-
-
-def _limit_until(selection: EventSelection, at: datetime, more: int) -> EventSelection:
-    bound = convert_to_nanoseconds(at) + more * NANOSECONDS_PER_MICROSECOND
-    known = selection.fire_until
-    return replace(selection, fire_until=bound if known is None else min(known, bound))
+        found = get_range(each, "fire_at", datetime, convert_to_nanoseconds, step=1000)
+        if found is not None:
+            first, end = found
+            firsts += [] if first is None else [first]
+            ends += [] if end is None else [end]
+            continue
+        match each:
+            case EqualTo((name,), value):
+                values = (value,)
+            case In((name,), tuple(values)):
+                pass
+            case _:
+                continue
+        field = "keys" if name == key else _FIELDS.get(name)
+        if field is not None and None not in values:
+            known = fields.get(field, values)
+            fields[field] = tuple(each for each in known if each in values)
+    fire_from, fire_until = max(firsts, default=None), min(ends, default=None)
+    return EventSelection(fire_from=fire_from, fire_until=fire_until, **fields)
 
 
 # ── reading ──
