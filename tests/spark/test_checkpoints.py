@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from turnlane.spark.checkpoints import CheckpointCleaner, Checkpoints
+from turnlane.spark.checkpoints import Checkpoints
 
 A, B, C = ("a" * 12, "b" * 12, "c" * 12)
 
@@ -18,6 +18,11 @@ A, B, C = ("a" * 12, "b" * 12, "c" * 12)
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
     return Checkpoints(tmp_path / "checkpoints", "sums")
+
+
+def open_later(checkpoints: Checkpoints) -> Checkpoints:
+    """Return the same checkpoints for another lane of the action."""
+    return Checkpoints(checkpoints._directory, checkpoints._action)
 
 
 def commit_batch(checkpoint: Path, batch: int = 0) -> Path:
@@ -44,28 +49,28 @@ def test_same_query_continues_with_its_checkpoint(checkpoints: Checkpoints) -> N
 def test_query_without_a_batch_leaves_the_earlier_checkpoint(checkpoints: Checkpoints) -> None:
     """The new query may never succeed; then the old configuration can return without loss."""
     first = commit_batch(checkpoints.prepare(A, stays=False))
-    cleaner = CheckpointCleaner(checkpoints)
-    cleaner.prepare(B, stays=False)
-    cleaner.on_progress(make_progress(0))
-    cleaner.on_progress(make_progress(5))  # Reported, but not committed by Spark.
+    later = open_later(checkpoints)
+    later.prepare(B, stays=False)
+    later.on_progress(make_progress(0))
+    later.on_progress(make_progress(5))  # Reported, but not committed by Spark.
     checkpoints.prepare(A, stays=False)
     assert (first / "commits" / "0").exists()
 
 
 def test_checkpoints_of_other_queries_are_removed_after_a_batch(checkpoints: Checkpoints) -> None:
     first = commit_batch(checkpoints.prepare(A, stays=False))
-    cleaner = CheckpointCleaner(checkpoints)
-    second = commit_batch(cleaner.prepare(B, stays=False))
+    later = open_later(checkpoints)
+    second = commit_batch(later.prepare(B, stays=False))
     assert first.exists()
-    cleaner.on_progress(make_progress(0))
+    later.on_progress(make_progress(0))
     assert first.exists()
-    cleaner.on_progress(make_progress(5))
+    later.on_progress(make_progress(5))
     assert list_names(second) == [second.name]
 
 
 def test_lane_without_a_checkpoint_removes_earlier_checkpoints(checkpoints: Checkpoints) -> None:
     first = commit_batch(checkpoints.prepare(A, stays=False))
-    CheckpointCleaner(checkpoints).on_progress(make_progress(5))
+    open_later(checkpoints).on_progress(make_progress(5))
     assert not first.exists()
 
 
@@ -87,9 +92,9 @@ def test_kill_during_removal_leaves_no_partial_checkpoint(
     second = commit_batch(checkpoints.prepare(B, stays=False))
     with monkeypatch.context() as killed:
         killed.setattr(shutil, "rmtree", lambda *_, **__: None)
-        checkpoints.remove_unused(second)
+        checkpoints.remove_unused()
     assert not (second.parent / f"sums-{A}").exists()
-    checkpoints.remove_unused(second)
+    checkpoints.remove_unused()
     assert list_names(second) == [second.name], "the rest is removed later"
 
 
@@ -100,11 +105,11 @@ def test_failed_removal_does_not_stop_the_lane(
         raise PermissionError("not yours")
 
     commit_batch(checkpoints.prepare(A, stays=False))
-    cleaner = CheckpointCleaner(checkpoints)
-    commit_batch(cleaner.prepare(B, stays=False))
+    later = open_later(checkpoints)
+    commit_batch(later.prepare(B, stays=False))
     monkeypatch.setattr(Path, "rename", refused)
-    cleaner.on_progress(make_progress(5))
-    cleaner.on_progress(make_progress(5))
+    later.on_progress(make_progress(5))
+    later.on_progress(make_progress(5))
     warned = [each.message for each in caplog.records if each.levelno >= logging.WARNING]
     assert warned == ['checkpoint.remove_failed error="PermissionError: not yours"']
     with pytest.raises(PermissionError):  # An outdated checkpoint is never used.
@@ -114,7 +119,8 @@ def test_failed_removal_does_not_stop_the_lane(
 def test_checkpoints_of_files_stay_and_are_used_again(checkpoints: Checkpoints) -> None:
     """Without it, Spark would skip new batches for the same path."""
     files = commit_batch(checkpoints.prepare(A, stays=True))
-    checkpoints.remove_unused(commit_batch(checkpoints.prepare(B, stays=False)))
+    commit_batch(checkpoints.prepare(B, stays=False))
+    checkpoints.remove_unused()
     assert checkpoints.prepare(A, stays=True) == files
     assert (files / "commits" / "0").exists()
 
@@ -127,5 +133,5 @@ def test_checkpoints_of_other_actions_and_unknown_ones_stay(checkpoints: Checkpo
     others = [other, unknown, directory / "runs"]
     unknown.mkdir()
     (directory / "runs").mkdir()
-    checkpoints.remove_unused(used)
+    checkpoints.remove_unused()
     assert all(each.exists() for each in [used, *others])

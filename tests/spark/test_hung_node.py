@@ -20,7 +20,7 @@ from turnlane.events import block_of
 from turnlane.spark import nodes
 from turnlane.spark import nodes as nodes_module
 from turnlane.spark.batch_planning import QueryPosition
-from turnlane.spark.nodes import BreakerClient, LaneCommit, LaneNodes, Nodes
+from turnlane.spark.nodes import BreakerClient, LaneNodes, Nodes
 from turnlane.spark.queue_reader import QuerySettler
 from turnlane.spark.steps import LaneStep
 
@@ -95,11 +95,14 @@ def publish(nodes: Nodes, node: int, count: int) -> None:
 
 
 def make_lane(nodes: Nodes) -> LaneNodes:
-    return LaneNodes(nodes, "main", "r", "main")
+    return LaneNodes(nodes, "main", "r")
 
 
 def spans(nodes: Nodes) -> dict[int, list[tuple[int, int]]]:
-    return {node: each.spans for node, each in make_lane(nodes).find_pending(100, 0, 0.0).items()}
+    return {
+        node: each.spans
+        for node, each in make_lane(nodes).find_pending("main", 100, 0, 0.0).items()
+    }
 
 
 def test_lane_plans_and_commits_without_a_hung_node_and_with_it_later(
@@ -109,37 +112,37 @@ def test_lane_plans_and_commits_without_a_hung_node_and_with_it_later(
     hung.freeze(frozen=True)
     for count in range(1, 20):  # More calls than there are threads for the node.
         assert spans(both) == {1: [(10 * count - 10, 10 * count)]}
-        assert make_lane(both).plan_batch(spans(both), count) == spans(both)
-        LaneCommit(both, "main", "r").commit({}, {}, {})
+        assert make_lane(both).plan_batch("main", spans(both), count) == spans(both)
+        make_lane(both).commit({}, {}, {})
         publish(both, 1, 10)
     hung.freeze(frozen=False)
     wait_until(lambda: 0 in spans(both), "it to be back", PATIENCE)
-    make_lane(both).plan_batch(spans(both), 20)
+    make_lane(both).plan_batch("main", spans(both), 20)
     wait_until(lambda: commit(both), "it to settle", PATIENCE)
     assert both[0].unsettled("main", 100).spans == []
 
 
 def commit(nodes: Nodes) -> bool:
-    LaneCommit(nodes, "main", "r").commit({}, {}, {})
+    make_lane(nodes).commit({}, {}, {})
     return not any(spans(nodes).values())
 
 
 def test_empty_batch_is_committed(both: Nodes) -> None:
     """Spark's first batch is empty if there are no events."""
-    assert make_lane(both).plan_batch({}, 1) == {}
-    LaneCommit(both, "main", "r").commit({}, {}, {})
+    assert make_lane(both).plan_batch("main", {}, 1) == {}
+    make_lane(both).commit({}, {}, {})
     with pytest.raises(TransportDown, match="no node that answers knows this batch"):
-        LaneCommit(both, "main", "r").commit({1: ["stage"]}, {}, {})
+        make_lane(both).commit({1: ["stage"]}, {}, {})
 
 
 def test_plan_that_arrives_late_settles_nothing(hung: Victim, healthy: Served, both: Nodes) -> None:
     """The node hangs while a batch is planned: the batch has none of its events."""
     waiting = spans(both)
     hung.freeze(frozen=True)
-    assert make_lane(both).plan_batch(waiting, 1) == {1: [(0, 10)]}
+    assert make_lane(both).plan_batch("main", waiting, 1) == {1: [(0, 10)]}
     hung.freeze(frozen=False)
     wait_until(lambda: has_plan(both), "it to hear of the batch", PATIENCE)
-    LaneCommit(both, "main", "r").commit({}, {}, {})
+    make_lane(both).commit({}, {}, {})
     assert spans(both)[1] == []
     assert both[0].unsettled("main", 100).spans == [(0, 10)]
 

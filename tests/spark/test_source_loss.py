@@ -14,11 +14,11 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from tests.spark.loop import SCHEMA
 from tests.spark.nodes import Served, damage, numbers, serving
 from tests.spark.streams import both, positions, reader, rows_of, run, stream
-from turnlane.client.node_client import RemoteNode, UnsettledSpans
+from turnlane.client.node_client import QueueEnds, RemoteNode, UnsettledSpans
 from turnlane.errors import RetryLater
 from turnlane.events import block_of
 from turnlane.queues.buffered import MAX_SPANS
-from turnlane.spark.batch_planning import QueryPosition, QueueExtent
+from turnlane.spark.batch_planning import QueryPosition
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import ReadOptions
 from turnlane.spark.queue_reader import DataLost, QuerySettler, QueueBatchReader, QueueStreamReader
@@ -475,6 +475,6 @@ def test_lane_does_not_settle_events_of_another_queue(node: Served) -> None:
     recreate_queue(node, 1000, 1150)
     settling.settle(before.advance_to({0: 120}))
     assert node.queue("late").low == 0
-    settling.settle(before.start_at({0: 0}, {0: QueueExtent(0, 150, node.queue("late").queue_id)}))
+    settling.settle(before.start_at({0: 0}, {0: QueueEnds(150, 0, node.queue("late").queue_id)}))
     settling.settle(QueryPosition({0: 100}, {}, {0: node.queue("late").queue_id}))
     assert node.queue("late").low == 100

@@ -22,7 +22,7 @@ from tests.databases import postgres_server
 from turnlane.errors import WriterAhead
 from turnlane.spark.table_source import (
     FilteringTableReader,
-    TablePartition,
+    TableScanPart,
     TableStreamWriter,
     TableWriteOptions,
     TurnlaneTableSource,
@@ -177,7 +177,7 @@ def test_pushed_filters_are_applied_by_the_database(shop: Shop) -> None:
     ]
     assert list(reader.pushFilters(filters)) == filters
     (partition,) = reader.partitions()
-    assert isinstance(partition, TablePartition)
+    assert isinstance(partition.value, TableScanPart)
     (block,) = reader.read(partition)
     assert block.column("subject").to_pylist() == ["s2"]
     assert list(reader.read(InputPartition(None))) == []

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Self
 
+from turnlane.client.node_client import QueueEnds
 from turnlane.delivery.settings import Ordering
 from turnlane.intervals import Span, count_offsets, take_newest, take_oldest
 
@@ -33,15 +34,6 @@ UNKNOWN_POSITION: Final = -1
 """The position on a node that has not answered since the query was created."""
 START_FIELD: Final = "from"
 QUEUE_IDS_FIELD: Final = "queues"
-
-
-class QueueExtent(NamedTuple):
-    """The offsets that a queue has on one node: ``low`` to ``end - 1``."""
-
-    low: int
-    end: int
-    queue_id: str
-    """A queue that is created again under the same name gets another id."""
 
 
 class BatchWait:
@@ -95,7 +87,7 @@ class QueryPosition:
             offset[QUEUE_IDS_FIELD] = _text_keys(self.queue_ids)
         return offset
 
-    def start_at(self, first: Positions, extents: Mapping[int, QueueExtent]) -> QueryPosition:
+    def start_at(self, first: Positions, extents: Mapping[int, QueueEnds]) -> QueryPosition:
         """Return the position after reading starts, or starts again, on some nodes."""
         later = {node: at for node, at in first.items() if at > extents[node].low}
         others = {node: at for node, at in self.starts.items() if node not in first}
@@ -106,7 +98,7 @@ class QueryPosition:
         """Return the position after reading up to these offsets."""
         return replace(self, offsets={**self.offsets, **offsets})
 
-    def add_queue_ids(self, extents: Mapping[int, QueueExtent]) -> QueryPosition:
+    def add_queue_ids(self, extents: Mapping[int, QueueEnds]) -> QueryPosition:
         """Return the position with the ids of queues whose ids it does not have yet."""
         found = {node: each.queue_id for node, each in extents.items() if node in self.offsets}
         return replace(self, queue_ids={**self.queue_ids, **found, **self.queue_ids})

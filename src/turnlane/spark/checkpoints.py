@@ -66,17 +66,22 @@ class CheckpointNote:
 
 
 class Checkpoints:
-    """The checkpoints of one action, below a directory.
+    """The checkpoints of one action, below a directory. Owned by the lane of the action.
 
-    The caller makes sure that no other lane uses them.
+    The checkpoints of earlier queries are removed after the current query has committed a batch.
+    Before that, the current query may never run. If its configuration is taken back then, the
+    earlier query has lost nothing: all events that it has not seen are still in the queue.
     """
 
     def __init__(self, directory: Path, action: str) -> None:
         self._directory = directory
         self._action = action
+        self._is_clean = False
+        self._used: Path | None = None
+        """The checkpoint of the lane, if it has one."""
 
     def prepare(self, fingerprint: str, *, stays: bool) -> Path:
-        """Return the checkpoint for a query, ready to be used.
+        """Return the checkpoint for the lane's query, ready to be used.
 
         It is empty if another query has committed a batch since this query ran, unless it stays.
         """
@@ -91,12 +96,24 @@ class Checkpoints:
         if not (path / NOTE_FILE).exists():
             last = max((CheckpointNote.read(each).number for each in others), default=0)
             CheckpointNote(last + 1, stays).write(path)
+        self._used = path
         return path
 
-    def remove_unused(self, used: Path | None) -> None:
-        """Remove all checkpoints except the one in use and those that stay."""
+    def on_progress(self, progress: StreamingQueryProgress) -> None:
+        """Remove the other checkpoints if the query has committed a batch."""
+        if self._is_clean or not progress.numInputRows:
+            return
+        if self._used is None or _has_commits(self._used):
+            self._is_clean = True
+            try:
+                self.remove_unused()
+            except OSError as error:  # They only take room: the lane continues.
+                log.warning("checkpoint.remove_failed", error=error)
+
+    def remove_unused(self) -> None:
+        """Remove all checkpoints except the one in use and checkpoints that stay."""
         for each in self._list():
-            if each != used and not CheckpointNote.read(each).stays:
+            if each != self._used and not CheckpointNote.read(each).stays:
                 log.info("checkpoint.removed", action=self._action, checkpoint=each.name)
                 _remove(each)
 
@@ -108,36 +125,6 @@ class Checkpoints:
                 yield each
             elif each.suffix == _REMOVED_SUFFIX and own_name.fullmatch(each.stem):
                 shutil.rmtree(each, ignore_errors=True)  # A kill has interrupted the removal.
-
-
-class CheckpointCleaner:
-    """Removes the checkpoints of earlier queries after the current query has committed a batch.
-
-    Before that, the current query may never run. If its configuration is taken back then, the
-    earlier query has lost nothing: all events that it has not seen are still in the queue.
-    """
-
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints = checkpoints
-        self._is_done = False
-        self._used: Path | None = None
-        """The checkpoint of the lane, if it has one."""
-
-    def prepare(self, fingerprint: str, *, stays: bool) -> Path:
-        """Return the checkpoint for the lane."""
-        self._used = self._checkpoints.prepare(fingerprint, stays=stays)
-        return self._used
-
-    def on_progress(self, progress: StreamingQueryProgress) -> None:
-        """Remove earlier checkpoints if the query has committed a batch."""
-        if self._is_done or not progress.numInputRows:
-            return
-        if self._used is None or _has_commits(self._used):
-            self._is_done = True
-            try:
-                self._checkpoints.remove_unused(self._used)
-            except OSError as error:  # They only take room: the lane continues.
-                log.warning("checkpoint.remove_failed", error=error)
 
 
 def _has_commits(checkpoint: Path) -> bool:

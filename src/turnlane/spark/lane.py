@@ -15,12 +15,12 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]  # has none
 from pyspark.sql import SparkSession
@@ -36,6 +36,8 @@ from turnlane.spark.nodes import BreakerClient, Nodes
 from turnlane.spark.steps import BreakerStates, DeliveryPaths, Suspension, find_suspension
 
 log = get_logger(__name__)
+
+Answer = TypeVar("Answer")
 
 RESTART_BACKOFF: Final = Backoff(1.0, 60.0)
 """Seconds between attempts to run a lane's query."""
@@ -328,15 +330,12 @@ class Lane:
 def _count_events(progress: StreamingQueryProgress) -> int:
     """Return the events of a batch: more than its rows if a row stands for several events."""
     (source, *_) = progress.sources
-    start, end = map(_parse_offset, (source.startOffset, source.endOffset))
+    # Before the first batch there is no offset.
+    offsets = (source.startOffset, source.endOffset)
+    start, end = (json.loads(text) if text.startswith("{") else {} for text in offsets)
     if TAKEN_EVENTS not in end:
         return progress.numInputRows
-    return end[TAKEN_EVENTS] - start.get(TAKEN_EVENTS, 0)
-
-
-def _parse_offset(text: str) -> dict[str, int]:
-    """Parse an offset of Spark; before the first batch there is none."""
-    return json.loads(text) if text.startswith("{") else {}
+    return int(end[TAKEN_EVENTS] - start.get(TAKEN_EVENTS, 0))
 
 
 # ── events of Spark ──
@@ -368,7 +367,7 @@ class QueryEventListener:
         self._handlers = handlers
         self._runs: dict[str, EventHandler] = {}
         """The runs in progress. Spark sends the start of a run before its other events."""
-        self._thread = threading.Thread(target=self._run, name="lane-news", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="lane-events", daemon=True)
 
     def start(self) -> None:
         """Start to listen; call it before the queries start."""
@@ -410,70 +409,54 @@ class QueryEventListener:
 # ── reasons why a lane does not send ──
 
 
-class BreakerPoller:
-    """Asks for the breakers of all lanes of a pipeline in one call, at most once a second.
+class Poller(Generic[Answer]):
+    """Asks a question at most once a second, and returns the last answer in between.
 
     Safe to use from any thread. While one thread asks, the others get the last answer.
     """
 
-    def __init__(self, breakers: BreakerClient) -> None:
-        self._breakers = breakers
-        self._actions: set[str] = set()
+    def __init__(self, question: str, ask: Callable[[], Answer], first_answer: Answer) -> None:
+        self._question = question
+        self._ask = ask
+        self._answer = first_answer
+        self._asked_at = -POLL_SECONDS
         self._lock = threading.Lock()
         """Held by the thread that asks."""
-        self._asked_at = -POLL_SECONDS
-        self._states: BreakerStates = {}
 
-    def add_actions(self, actions: Iterable[str]) -> None:
-        """Ask for the breakers of these actions, too."""
-        self._actions |= set(actions)
-
-    def get_states(self) -> BreakerStates:
-        """Return the states of the breakers, at most about a second old."""
+    def get(self) -> Answer:
+        """Return an answer that is at most about a second old."""
         if self._lock.acquire(blocking=False):
             try:
-                self._poll()
+                if time.monotonic() - self._asked_at >= POLL_SECONDS:
+                    self._answer = self._ask()
+                    self._asked_at = time.monotonic()
+            except RetryLater as error:
+                log.info("lane.poll_failed", question=self._question, error=error)
+                self._asked_at = time.monotonic()
             finally:
                 self._lock.release()
-        return self._states
-
-    def _poll(self) -> None:
-        if time.monotonic() - self._asked_at < POLL_SECONDS:
-            return
-        try:
-            self._states = self._breakers.get_states(sorted(self._actions))
-        except RetryLater as error:
-            log.info("lane.breakers_unknown", error=error)
-        self._asked_at = time.monotonic()
+        return self._answer
 
 
-class FullQueuePoller:
-    """Asks which of the queues that a lane writes to is full, at most once a second.
+class BreakerPoller(Poller[BreakerStates]):
+    """Asks for the breakers of all lanes of a pipeline in one call."""
 
-    Not safe to use from several threads.
-    """
+    def __init__(self, breakers: BreakerClient) -> None:
+        self.actions: set[str] = set()
+        ask = lambda: breakers.get_states(sorted(self.actions))  # noqa: E731 - of one line
+        super().__init__("breakers", ask, {})
+
+
+class FullQueuePoller(Poller[str | None]):
+    """Asks for the first full queue, on any node, of the queues that a lane writes to."""
 
     def __init__(self, nodes: Nodes, queues: Sequence[str]) -> None:
-        self._nodes = nodes
-        self._queues = queues
-        self._asked_at = -POLL_SECONDS
-        self._full_queue: str | None = None
+        def ask() -> str | None:
+            calls = {node: partial(nodes[node].full, queues) for node in range(nodes.count)}
+            found = nodes.ask_all("room", calls, 0.0) if queues else {}
+            return min((queue for full in found.values() for queue in full), default=None)
 
-    def find_full_queue(self) -> str | None:
-        """Return the first full queue, on any node; at most about a second old."""
-        if self._queues and time.monotonic() - self._asked_at >= POLL_SECONDS:
-            try:
-                self._full_queue = self._poll()
-            except RetryLater as error:
-                log.info("lane.full_queues_unknown", error=error)
-            self._asked_at = time.monotonic()
-        return self._full_queue
-
-    def _poll(self) -> str | None:
-        nodes = range(self._nodes.count)
-        calls = {node: partial(self._nodes[node].full, self._queues) for node in nodes}
-        found = self._nodes.ask_all("room", calls, 0.0)
-        return min((queue for full in found.values() for queue in full), default=None)
+        super().__init__("full queues", ask, None)
 
 
 class BlockedReason:
@@ -488,13 +471,13 @@ class BlockedReason:
         self._breakers = breakers
         self._paths = paths
         self._full_queues = full_queues
-        breakers.add_actions(path.action for each in paths for path in each)
+        breakers.actions |= {path.action for each in paths for path in each}
 
     def __call__(self) -> Suspension | None:
         """Return an open breaker or a full queue, if there is one."""
         if self._paths:
-            found = find_suspension(self._paths, self._breakers.get_states())
+            found = find_suspension(self._paths, self._breakers.get())
             if found.why is not None:
                 return found
-        full = None if self._full_queues is None else self._full_queues.find_full_queue()
+        full = None if self._full_queues is None else self._full_queues.get()
         return None if full is None else Suspension(0.0, why=f"queue {full!r} is full")

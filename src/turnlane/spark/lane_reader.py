@@ -43,14 +43,6 @@ MAX_BATCH_EVENTS: Final = 10_000_000
 LaneOffset = dict[str, int]
 
 
-class TaskSpansPartition(InputPartition):
-    """The work of a task, in the form in which Spark sends it."""
-
-    def __init__(self, task: TaskSpans) -> None:
-        super().__init__(tuple(task))
-        self.task = task
-
-
 class LaneReader(DataSourceStreamReader):
     """Reads a queue for a lane. The driver has one reader, and each task a copy of it."""
 
@@ -71,7 +63,7 @@ class LaneReader(DataSourceStreamReader):
     @property
     def _lane(self) -> LaneNodes:
         options = self._options
-        return LaneNodes(self._scan.nodes, options.lane, options.run, options.queue, options.into)
+        return LaneNodes(self._scan.nodes, options.lane, options.run)
 
     # ── in the driver ──
 
@@ -86,7 +78,9 @@ class LaneReader(DataSourceStreamReader):
         del limit  # The reader computes the size of the batch itself.
         options = self._options
         events, newest = self._get_batch_limits()
-        found = self._lane.find_pending(events, int(events * newest), options.poll_timeout)
+        found = self._lane.find_pending(
+            options.queue, events, int(events * newest), options.poll_timeout, options.into
+        )
         pending = sum(each.pending for each in found.values())
         if pending:  # A lane without events does not ask for breakers.
             self._suspension = self._find_suspension()
@@ -149,14 +143,14 @@ class LaneReader(DataSourceStreamReader):
         options = self._options
         self._batch_number += 1
         self._batch_started = time.monotonic()
-        self._batch = self._lane.plan_batch(self._batch, self._batch_number)
+        self._batch = self._lane.plan_batch(options.queue, self._batch, self._batch_number)
         tasks = split_into_tasks(
             self._batch,
             options.ordering,
             at_most=options.workers or max(2, options.min_partitions),
             per=options.worker_minimum_events,
         )
-        return [TaskSpansPartition(task) for task in tasks]
+        return [InputPartition(task) for task in tasks]
 
     def commit(self, end: LaneOffset) -> None:
         """Do nothing: the sink has settled the batch."""
@@ -164,9 +158,8 @@ class LaneReader(DataSourceStreamReader):
     # ── in tasks ──
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        assert isinstance(partition, TaskSpansPartition)
         with freeze_gc_after("read"):
-            yield from self._read(partition.task)
+            yield from self._read(partition.value)
 
     def _read(self, task: TaskSpans) -> Iterator[pa.RecordBatch]:
         options, schema = self._options, self._scan.arrow_schema

@@ -9,8 +9,8 @@ for each node (:meth:`Nodes.ask_all`). A node that has not answered in time is l
 asked the same again, and is not waited for until it has answered. Only if no node answers, a call
 raises ``TransportDown``.
 
-:class:`LaneNodes` plans the batches of a lane, :class:`LaneCommit` commits them: together they make
-sure that a node settles exactly what the batch had of it. :class:`BreakerClient` reads breakers.
+:class:`LaneNodes` plans the batches of a lane and commits them: a node settles exactly the events
+that the batch had of it. :class:`BreakerClient` reads breakers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from turnlane.events import Block
 from turnlane.intervals import Span
 from turnlane.key_hash import find_nodes
 from turnlane.logs import get_logger
-from turnlane.spark.batch_planning import PendingSpans, Positions, QueueExtent
+from turnlane.spark.batch_planning import PendingSpans, Positions
 from turnlane.spark.options import SourceOptions
 from turnlane.spark.steps import BreakerStates, LaneStep
 
@@ -159,14 +159,13 @@ class Nodes:
 
     # ── reading ──
 
-    def get_extents(self, queue: str) -> dict[int, QueueExtent]:
+    def get_extents(self, queue: str) -> dict[int, QueueEnds]:
         """Return how far the queue goes on every node."""
-        ends = [node.wait(queue, -1, 0.0) for node in self._nodes]
-        return {number: _to_extent(each) for number, each in enumerate(ends)}
+        return {number: node.wait(queue, -1, 0.0) for number, node in enumerate(self._nodes)}
 
     def wait_for_events(
         self, queue: str, beyond: Positions, timeout: float
-    ) -> dict[int, QueueExtent]:
+    ) -> dict[int, QueueEnds]:
         """Wait until a node has events beyond a position; leaves out nodes that are away.
 
         If one node has events already, the others are not waited for: they are asked again next
@@ -177,14 +176,13 @@ class Nodes:
             return extents
         return self._ask_extents(queue, beyond, timeout)
 
-    def _ask_extents(self, queue: str, beyond: Positions, timeout: float) -> dict[int, QueueExtent]:
+    def _ask_extents(self, queue: str, beyond: Positions, timeout: float) -> dict[int, QueueEnds]:
         calls = {
             node: partial(self._nodes[node].wait, queue, offset, timeout)
             for node, offset in beyond.items()
             if node < self.count
         }
-        ends = self.ask_all(f"wait {queue}", calls, timeout)
-        return {node: _to_extent(each) for node, each in ends.items()}
+        return self.ask_all(f"wait {queue}", calls, timeout)
 
     def estimate_event_bytes(self, queue: str) -> float:
         """Return the average size of an event in the queue, at least 1: the largest of all nodes.
@@ -269,10 +267,6 @@ class Nodes:
             log.warning("stages.abort_failed", node=node, stages=len(stages), error=error)
 
 
-def _to_extent(ends: QueueEnds) -> QueueExtent:
-    return QueueExtent(ends.low, ends.end, ends.queue_id)
-
-
 @cache
 def _get_nodes(endpoint: str, credentials: Credentials) -> Nodes:
     return Nodes(endpoint, credentials)
@@ -316,41 +310,39 @@ def _split(
 
 
 class LaneNodes:
-    """All nodes, for the reader of one run of a lane: finds pending events and plans batches."""
+    """All nodes, for one run of a lane: its reader plans batches, and its sink commits them."""
 
-    def __init__(
-        self, nodes: Nodes, lane: str, run: str, queue: str, into: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, nodes: Nodes, lane: str, run: str) -> None:
         self._nodes = nodes
         self._lane = lane
         self._run = run
-        self._queue = queue
-        self._into = into
 
-    def find_pending(self, events: int, newest: int, timeout: float) -> dict[int, UnsettledSpans]:
-        """Return the pending events of every node that answers; waits until there are some."""
+    def find_pending(
+        self, queue: str, events: int, newest: int, timeout: float, into: Sequence[str] = ()
+    ) -> dict[int, UnsettledSpans]:
+        """Return the pending events of every node that answers; waits until there are some.
+
+        Only as many as fit into the queues ``into``.
+        """
+
+        def ask(timeout: float) -> dict[int, UnsettledSpans]:
+            knobs: dict[str, Any] = {
+                "newest": newest,
+                "timeout": timeout,
+                "lane": self._lane,
+                "into": into,
+            }
+            numbers = range(self._nodes.count)
+            calls = {n: partial(self._nodes[n].unsettled, queue, events, **knobs) for n in numbers}
+            return self._nodes.ask_all(f"lane {self._lane}", calls, timeout)
+
         if self._nodes.count > 1:  # A node without events must not delay the others.
-            found = self._ask_pending(events, newest, 0.0)
+            found = ask(0.0)
             if any(each.pending for each in found.values()):
                 return found
-        return self._ask_pending(events, newest, timeout)
+        return ask(timeout)
 
-    def _ask_pending(self, events: int, newest: int, timeout: float) -> dict[int, UnsettledSpans]:
-        calls = {
-            number: partial(
-                self._nodes[number].unsettled,
-                self._queue,
-                events,
-                newest=newest,
-                timeout=timeout,
-                lane=self._lane,
-                into=self._into,
-            )
-            for number in range(self._nodes.count)
-        }
-        return self._nodes.ask_all(f"lane {self._lane}", calls, timeout)
-
-    def plan_batch(self, batch: PendingSpans, number: int) -> dict[int, list[Span]]:
+    def plan_batch(self, queue: str, batch: PendingSpans, number: int) -> dict[int, list[Span]]:
         """Tell the nodes the events of a batch; returns the events that it has now.
 
         A node that does not answer is left out, but it may have received the plan. It must not
@@ -358,30 +350,21 @@ class LaneNodes:
         answered get the plan a second time with a higher number, and the commit goes to nodes with
         that number. ``number`` differs for every batch.
         """
+
+        def plan(spans_by_node: PendingSpans, number: int) -> dict[int, list[Span]]:
+            run = self._lane, self._run, queue
+            asked = {
+                node: self._nodes.submit(node, partial(self._nodes[node].plan, *run, spans, number))
+                for node, spans in spans_by_node.items()
+            }
+            return self._nodes.collect(asked, PLAN_SECONDS)
+
         if self._nodes.count == 1:
-            return {0: self._plan(0, batch.get(0, ()), number)}
-        planned = self._plan_on_all(batch, 2 * number)
-        self._plan_on_all(planned, 2 * number + 1)
+            spans = batch.get(0, ())
+            return {0: self._nodes[0].plan(self._lane, self._run, queue, spans, number)}
+        planned = plan(batch, 2 * number)
+        plan(planned, 2 * number + 1)
         return planned
-
-    def _plan_on_all(self, batch: PendingSpans, number: int) -> dict[int, list[Span]]:
-        asked = {
-            node: self._nodes.submit(node, partial(self._plan, node, spans, number))
-            for node, spans in batch.items()
-        }
-        return self._nodes.collect(asked, PLAN_SECONDS)
-
-    def _plan(self, node: int, spans: Spans, number: int) -> list[Span]:
-        return self._nodes[node].plan(self._lane, self._run, self._queue, spans, number)
-
-
-class LaneCommit:
-    """All nodes, for the sink of one run of a lane: commits batches."""
-
-    def __init__(self, nodes: Nodes, lane: str, run: str) -> None:
-        self._nodes = nodes
-        self._lane = lane
-        self._run = run
 
     def commit(
         self, stages: Mapping[int, list[str]], kept: Mapping[int, Spans], dead: Mapping[int, Spans]

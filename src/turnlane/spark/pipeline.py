@@ -41,7 +41,7 @@ from turnlane.logs import get_logger
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, PipelineSettings
 from turnlane.spark.by_reference import SPAN_ROW_SCHEMA
-from turnlane.spark.checkpoints import CheckpointCleaner, Checkpoints, to_spark_uri
+from turnlane.spark.checkpoints import Checkpoints, to_spark_uri
 from turnlane.spark.checks import check_pipeline
 from turnlane.spark.lane import (
     BlockedReason,
@@ -254,11 +254,11 @@ class Pipeline:
     def _create_lane(self, action: ActionSettings) -> Lane:
         is_stateful = action.name in self._stateful_actions
         shape = choose_action_shape(action, is_stateful=is_stateful)
-        cleaner = CheckpointCleaner(Checkpoints(self._checkpoints, action.name))
+        checkpoints = Checkpoints(self._checkpoints, action.name)
         if not shape.has_checkpoint:
             start = self._start_alone(partial(self._start_delivering, action, shape))
             blocked = BlockedReason(self._breakers, list_required_paths([build_lane_step(action)]))
-            return Lane(action.name, start, cleaner.on_progress, blocked)
+            return Lane(action.name, start, checkpoints.on_progress, blocked)
         settler = QuerySettler(self._nodes, action.name)
 
         def on_progress(progress: StreamingQueryProgress) -> None:
@@ -266,9 +266,9 @@ class Pipeline:
             # them, a batch later.
             if not action.with_queues:
                 settler.on_progress(progress)
-            cleaner.on_progress(progress)
+            checkpoints.on_progress(progress)
 
-        start = partial(self._start_with_checkpoint, with_file_batching(action), shape, cleaner)
+        start = partial(self._start_with_checkpoint, with_file_batching(action), shape, checkpoints)
         return Lane(action.name, self._start_alone(start), on_progress)
 
     def _start_delivering(
@@ -294,7 +294,7 @@ class Pipeline:
         return self._start_lane_query(rows, action.name, run, action.lane, steps)
 
     def _start_with_checkpoint(
-        self, action: ActionSettings, shape: LaneShape, cleaner: CheckpointCleaner, run: str
+        self, action: ActionSettings, shape: LaneShape, checkpoints: Checkpoints, run: str
     ) -> StreamingQuery:
         """Start a lane whose checkpoint is the truth: it continues where the last run ended."""
         del run
@@ -304,7 +304,7 @@ class Pipeline:
         rows = self._apply_action(action, reader)
         sink = action.output if isinstance(action.output, SparkSinkSettings) else None
         writes_files = sink is not None and bool(sink.place)
-        checkpoint = cleaner.prepare(self._compute_fingerprint(action), stays=writes_files)
+        checkpoint = checkpoints.prepare(self._compute_fingerprint(action), stays=writes_files)
         if sink is not None:
             check_sink(self._spark, sink, checkpoint)
             writer = write_to_sink(rows, action)

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -48,6 +48,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.types import StructType
 
+from turnlane.client.node_client import QueueEnds
 from turnlane.errors import Never, RetryLater
 from turnlane.events import Block, join_consecutive
 from turnlane.intervals import RangeSet, find_inside, merge_near_spans
@@ -60,7 +61,6 @@ from turnlane.spark.batch_planning import (
     Offset,
     Positions,
     QueryPosition,
-    QueueExtent,
     TaskSpans,
     cut_into_ranges,
     limit_ends,
@@ -88,14 +88,6 @@ class DataLost(Never):
     """Events that a query had still to read are gone."""
 
 
-class RangePartition(InputPartition):
-    """A range of offsets, in the form in which Spark sends it to a task."""
-
-    def __init__(self, piece: NodeRange) -> None:
-        super().__init__(tuple(piece))
-        self.piece = piece
-
-
 class QueueScan:
     """Reads the queue of some options with the columns of a schema; used by every reader.
 
@@ -118,8 +110,8 @@ class QueueScan:
         """The columns that Spark expects."""
         return to_arrow_schema(self._schema, timezone="UTC")
 
-    def cut_into_partitions(self, start: Positions, end: Positions) -> list[RangePartition]:
-        """Divide a range among tasks."""
+    def cut_into_partitions(self, start: Positions, end: Positions) -> list[InputPartition]:
+        """Divide a range among tasks; each partition has a :class:`NodeRange`."""
         options = self._options
         pieces = cut_into_ranges(
             start,
@@ -128,13 +120,13 @@ class QueueScan:
             at_most=options.workers or max(2, options.min_partitions),
             per=options.worker_minimum_events,
         )
-        return [RangePartition(piece) for piece in pieces]
+        return [InputPartition(piece) for piece in pieces]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read the events of a task."""
-        if not isinstance(partition, RangePartition):
+        piece = partition.value
+        if not isinstance(piece, NodeRange):
             return  # Spark passes an empty partition if a query has none.
-        piece = partition.piece
         builder = RowBuilder(self.arrow_schema, self._options.queue, piece.node)
         read = self._read_unsettled if self._options.skip_settled else self._read_all
         with freeze_gc_after("read"):
@@ -166,7 +158,7 @@ class QueueScan:
             task = TaskSpans(piece.node, tuple(spans))
             yield from read_task_spans(self.nodes, queue, task, builder, rows_per_batch)
 
-    def find_starts(self, extents: Mapping[int, QueueExtent]) -> dict[int, int]:
+    def find_starts(self, extents: Mapping[int, QueueEnds]) -> dict[int, int]:
         """Return the offsets at which a new query starts on these nodes."""
         options, nodes = self._options, self.nodes
         if options.starting_timestamp is not None:
@@ -175,7 +167,7 @@ class QueueScan:
         return self.resolve_offsets(options.starting_offsets, "startingOffsets", extents)
 
     def resolve_offsets(
-        self, wanted: Offsets, option: str, extents: Mapping[int, QueueExtent]
+        self, wanted: Offsets, option: str, extents: Mapping[int, QueueEnds]
     ) -> dict[int, int]:
         """Return offsets that an option asks for. Raises ``Never`` if the queue is shorter."""
         nodes = range(self.nodes.count)
@@ -188,7 +180,7 @@ class QueueScan:
             for node, extent in extents.items()
         }
 
-    def check_gone(self, offsets: Positions, extents: Mapping[int, QueueExtent]) -> None:
+    def check_gone(self, offsets: Positions, extents: Mapping[int, QueueEnds]) -> None:
         """Report events that were still to be read and that another client has settled."""
         if self._options.skip_settled:
             return
@@ -214,7 +206,7 @@ def _format_spans(missing: RangeSet) -> str:
     return ", ".join(spans[:MAX_SPANS_SHOWN]) + (f" and {more} more spans" if more > 0 else "")
 
 
-def _resolve_offset(option: str, node: int, offset: int, extent: QueueExtent) -> int:
+def _resolve_offset(option: str, node: int, offset: int, extent: QueueEnds) -> int:
     if offset == FROM_EARLIEST:
         return extent.low
     if offset == FROM_LATEST:
@@ -347,11 +339,8 @@ class FilteringBatchReader(QueueBatchReader):
 # ── streaming queries ──
 
 
-class _SettledEnd(NamedTuple):
-    """How far a queue is settled, and its id, if that is known."""
-
-    end: int
-    queue_id: str | None
+SettledEnd = tuple[int, str | None]
+"""How far a queue is settled, and its id, if that is known."""
 
 
 class QuerySettler:
@@ -364,7 +353,7 @@ class QuerySettler:
     def __init__(self, nodes: Nodes, queue: str) -> None:
         self._nodes = nodes
         self._queue = queue
-        self._settled: dict[int, _SettledEnd] = {}
+        self._settled: dict[int, SettledEnd] = {}
         self._has_warned = False
         """Whether the last attempt failed and was logged; further failures are not logged."""
 
@@ -379,7 +368,7 @@ class QuerySettler:
         calls = {
             node: partial(self._settle, node, position.starts.get(node, 0), wanted)
             for node, end in position.offsets.items()
-            if (wanted := _SettledEnd(end, position.queue_ids.get(node))) != self._settled.get(node)
+            if (wanted := (end, position.queue_ids.get(node))) != self._settled.get(node)
             and node < self._nodes.count
             and position.starts.get(node, 0) < end
         }
@@ -392,7 +381,7 @@ class QuerySettler:
         else:
             self._has_warned = False
 
-    def _settle(self, node: int, first: int, wanted: _SettledEnd) -> _SettledEnd:
+    def _settle(self, node: int, first: int, wanted: SettledEnd) -> SettledEnd:
         self._nodes.settle(node, self._queue, first, *wanted)
         return wanted
 
@@ -452,7 +441,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         limited = limit_ends(position.offsets, end, self._get_event_limit(limit))
         return position.advance_to(limited).to_offset()
 
-    def _wait_for_events(self, position: QueryPosition) -> dict[int, QueueExtent]:
+    def _wait_for_events(self, position: QueryPosition) -> dict[int, QueueEnds]:
         """Return how far the queue goes on nodes that answer; waits a while for new events."""
         nodes = self._scan.nodes
         timeout = 0.0 if self._target is not None else self._options.poll_timeout
@@ -460,7 +449,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return nodes.wait_for_events(self._options.queue, known, timeout)
 
     def _find_new_starts(
-        self, position: QueryPosition, extents: dict[int, QueueExtent]
+        self, position: QueryPosition, extents: dict[int, QueueEnds]
     ) -> dict[int, int]:
         """Return where reading starts on nodes for which the checkpoint has no valid position.
 
@@ -479,9 +468,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 first[node] = extent.low
         return first
 
-    def _report_replaced_queue(
-        self, node: int, position: QueryPosition, extent: QueueExtent
-    ) -> None:
+    def _report_replaced_queue(self, node: int, position: QueryPosition, extent: QueueEnds) -> None:
         at = position.offsets[node]
         if position.is_other_queue(node, extent.queue_id):
             what = f"node {node} has created it again since it was read up to offset {at}"
@@ -490,7 +477,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._scan.report_loss(what)
         self._gone[node] = at, position.queue_ids.get(node)
 
-    def _find_ends(self, start: Positions, extents: dict[int, QueueExtent]) -> dict[int, int]:
+    def _find_ends(self, start: Positions, extents: dict[int, QueueEnds]) -> dict[int, int]:
         """Return how far the query could read. A node that does not answer stays where it is."""
         ends = {node: extents[node].end if node in extents else at for node, at in start.items()}
         self._latest_ends = dict(ends)

@@ -59,40 +59,6 @@ class RouteConditions(NamedTuple):
         return cls(queued, direct)
 
 
-class DiscardDecisions(NamedTuple):
-    """Events with the decisions of random discards in columns.
-
-    The condition of a discard is a part of the conditions of all actions after it. A random
-    condition would be evaluated again for each of them, with different results. So it is evaluated
-    once, into a column that the others read.
-    """
-
-    events: DataFrame
-    actions: Sequence[ActionSettings]
-    columns: Sequence[str] = ()
-
-    @classmethod
-    def from_actions(cls, events: DataFrame, actions: Sequence[ActionSettings]) -> Self:
-        """Add the columns; without random discards, events and actions are returned as they are."""
-        names = {f"{DISCARDED}{at}": action for at, action in enumerate(actions)}
-        conditions = {
-            name: condition
-            for name, action in names.items()
-            if action.is_discard and action.is_direct
-            if (condition := _build_condition(action)) is not None
-        }
-        columns = _find_random(events, conditions)
-        changed = [
-            action.model_copy(update={"filter": name}) if name in columns else action
-            for name, action in names.items()
-        ]
-        return cls(events.withColumns(columns) if columns else events, changed, list(columns))
-
-    def drop_columns(self, routed: DataFrame) -> DataFrame:
-        """Return routed events without the columns."""
-        return routed.drop(*self.columns) if self.columns else routed
-
-
 def add_routes(
     events: DataFrame,
     actions: Sequence[ActionSettings],
@@ -100,10 +66,10 @@ def add_routes(
     joined: Collection[str] = (),
 ) -> DataFrame:
     """Return events with the names of their routes; leaves out events without a route."""
-    decided = DiscardDecisions.from_actions(events, actions)
-    routes = RouteConditions.from_actions(decided.actions, dead_letters, joined)
+    decided, actions, decisions = _decide_random_discards(events, actions)
+    routes = RouteConditions.from_actions(actions, dead_letters, joined)
     columns = {QUEUE_COLUMN: _list_names(routes.queued), DIRECT: _list_names(routes.direct)}
-    routed = decided.drop_columns(decided.events.withColumns(columns))
+    routed = decided.withColumns(columns).drop(*decisions)
     return routed.where((F.size(QUEUE_COLUMN) > 0) | (F.size(DIRECT) > 0))
 
 
@@ -114,28 +80,47 @@ def add_route_bits(
 
     All actions have a queue, except discards. Leaves out events without a route.
     """
-    decided = DiscardDecisions.from_actions(events, actions)
-    routes = RouteConditions.from_actions(decided.actions, joined=joined).queued
+    decided, actions, decisions = _decide_random_discards(events, actions)
+    routes = RouteConditions.from_actions(actions, joined=joined).queued
     bits = [
         F.lit(1 << at) if matches is None else F.when(matches, F.lit(1 << at)).otherwise(F.lit(0))
         for at, matches in enumerate(routes.values())
     ]
     number = reduce(Column.bitwiseOR, bits, F.lit(0).cast("bigint"))
-    routed = decided.drop_columns(decided.events.withColumn(ROUTES, number))
-    return routed.where(F.col(ROUTES) != 0)
+    return decided.withColumn(ROUTES, number).drop(*decisions).where(F.col(ROUTES) != 0)
 
 
-def _find_random(events: DataFrame, conditions: Mapping[str, Column]) -> dict[str, Column]:
-    """Return the conditions that may have different results for equal events."""
+def _decide_random_discards(
+    events: DataFrame, actions: Sequence[ActionSettings]
+) -> tuple[DataFrame, Sequence[ActionSettings], list[str]]:
+    """Evaluate random discards into columns; returns events, changed actions, and the columns.
+
+    The condition of a discard is a part of the conditions of all actions after it. A random
+    condition would be evaluated again for each of them, with different results. So it is evaluated
+    once, into a column that the others read.
+    """
+    conditions = {
+        f"{DISCARDED}{at}": condition
+        for at, action in enumerate(actions)
+        if action.is_discard and action.is_direct
+        if (condition := _build_condition(action)) is not None
+    }
     if not conditions:
-        return {}
+        return events, actions, []
     plan = events.select(*conditions.values())._jdf.queryExecution().analyzed()  # noqa: SLF001
     expressions = plan.expressions()
-    return {
+    random = {
         name: condition
         for at, (name, condition) in enumerate(conditions.items())
         if not expressions.apply(at).deterministic()
     }
+    changed = [
+        action.model_copy(update={"filter": name})
+        if (name := f"{DISCARDED}{at}") in random
+        else action
+        for at, action in enumerate(actions)
+    ]
+    return events.withColumns(random) if random else events, changed, list(random)
 
 
 def _build_condition(action: ActionSettings) -> Column | None:

@@ -27,7 +27,7 @@ from pyspark.sql.types import StructType
 from turnlane.errors import ConfigError, StorageFailed
 from turnlane.spark.by_reference import CopyTask
 from turnlane.spark.lane_reader import LaneReader
-from turnlane.spark.nodes import LaneCommit, Nodes
+from turnlane.spark.nodes import LaneNodes, Nodes
 from turnlane.spark.options import (
     LaneReadOptions,
     LaneWriteOptions,
@@ -146,7 +146,7 @@ class QueueStreamWriter(QueueWriter, DataSourceStreamArrowWriter):  # type: igno
         options, result = self._options, merge_results(messages)
         nodes = Nodes.from_options(options)
         if isinstance(options, LaneWriteOptions) and options.lane and options.run:
-            lane = LaneCommit(nodes, options.lane, options.run)
+            lane = LaneNodes(nodes, options.lane, options.run)
             # Rows of one event may be in two tasks, deferred in one and dead in the other: then
             # the node defers the event.
             lane.commit(result.stages, result.deferred, result.dead)

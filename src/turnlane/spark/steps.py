@@ -71,19 +71,17 @@ def list_required_paths(steps: Sequence[LaneStep]) -> list[list[DeliveryPath]]:
             groups[-1].append(step)
         else:
             groups.append([step])
-    return [
-        [path for step in group for path in _list_paths(step)]
-        for group in groups
-        if all(step.queue is None for step in group)
-    ]
-
-
-def _list_paths(step: LaneStep) -> list[DeliveryPath]:
-    paths = [DeliveryPath(action=step.action)]
-    failover = step.delivery.failover
-    if failover is not None:
-        paths.append(DeliveryPath(action=f"{step.action}.{FAILOVER}", after=failover.after))
-    return paths
+    required: list[list[DeliveryPath]] = []
+    for group in groups:
+        if any(step.queue is not None for step in group):
+            continue
+        required.append([])
+        for step in group:
+            required[-1].append(DeliveryPath(action=step.action))
+            if (second := step.delivery.failover) is not None:
+                name = f"{step.action}.{FAILOVER}"
+                required[-1].append(DeliveryPath(action=name, after=second.after))
+    return required
 
 
 def find_strictest_ordering(steps: Sequence[LaneStep]) -> Ordering:

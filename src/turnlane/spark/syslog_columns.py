@@ -33,11 +33,6 @@ _WHOLE: Final = rf"(?s)\A(?:{_ELEMENT})++(?= |\z)"
 _ESCAPED: Final = r'\\(["\\\]])'
 
 
-def extract_structured_data(text: Column) -> Column:
-    """Return the structured data at the start of a text; empty if there is none."""
-    return F.regexp_extract(text, _WHOLE, 0)
-
-
 def build_map(data: Column) -> Column:
     """Return the map, null for nil. An element without parameters has an empty value.
 
@@ -139,18 +134,45 @@ def parse_syslog(
     ``<PRI>``, no other columns are added; if that is a column already, no message is read.
     """
     kept = [name for name in df.columns if name not in (*COLUMNS, "severity", PRIORITY)]
-    if PRIORITY in df.columns:
-        return _by_priority(df.withColumn("_priority", F.col(PRIORITY)), kept)
-    steps = df.withColumn("_head", F.left("value", F.lit(5)).cast("string"))
-    steps = steps.withColumn("_end", F.instr("_head", ">")).withColumn("_priority", _priority())
-    if wanted is not None and needs_priority_only(wanted):
-        return _by_priority(steps, kept)
+    is_known = PRIORITY in df.columns
+    if is_known:
+        steps = df.withColumn("_priority", F.col(PRIORITY))
+    else:
+        steps = df.withColumn("_head", F.left("value", F.lit(5)).cast("string"))
+        steps = steps.withColumn("_end", F.instr("_head", ">"))
+        steps = steps.withColumn("_priority", _read_priority())
+    priority = F.when(F.col("_priority") <= 191, F.col("_priority"))
+    severity = priority.bitwiseAND(F.lit(7)).cast("tinyint")
+    by_priority = {
+        "severity": F.coalesce(severity, F.col("severity")),
+        "facility": F.shiftright(priority, 3).cast("tinyint"),
+    }
+    if is_known or (wanted is not None and needs_priority_only(wanted)):
+        return steps.withColumns(by_priority).select(*kept, "severity", "facility")
     steps = steps.withColumn("_text", F.make_valid_utf8(F.col("value").cast("string")))
-    steps = steps.withColumn("_modern", _modern())
-    steps = steps.withColumn("_split", _split()).withColumn("_pieces", _pieces())
-    steps = steps.withColumns({"_month": _month(), "_data": _data()})
-    steps = steps.withColumn("_time", _time(_suffix(df, settings.time_zone)))
-    steps = steps.withColumns(_columns()).withColumn("_wrong", _wrong())
+    # A message of RFC 5424 starts with the version, and nil or the first digit of a year.
+    start = F.substr(F.col("_text"), F.col("_end") + 1, F.lit(3))
+    is_modern = (start == "1 -") | start.between("1 0", "1 9")
+    steps = steps.withColumn("_modern", F.col("_priority").isNotNull() & is_modern)
+    steps = steps.withColumn("_split", _split_text())
+    # If it is no syslog, there are no pieces. Only a matched text starts with an empty piece.
+    is_matched = (F.size("_split") == _TEXT + 1) & (F.get("_split", F.lit(0)) == "")
+    pieces = F.when(F.col("_modern") | is_matched, F.col("_split"))
+    steps = steps.withColumn("_pieces", pieces)
+    steps = steps.withColumns({"_month": _find_month(), "_data": _find_data()})
+    zone = _get_zone_suffix(df, settings.time_zone)
+    steps = steps.withColumn("_time", _build_time(zone))
+    columns = {
+        **by_priority,
+        "version": F.when(F.col("_pieces").isNotNull(), F.col("_modern").cast("tinyint")),
+        "time": F.col("_time").try_cast("timestamp"),
+        "hostname": _get_word(_HOSTNAME),
+        "app_name": _get_word(_APP),
+        "proc_id": _get_word(_PROC),
+        "msg_id": _get_word(_MSG_ID),
+        "message": _find_message(),
+    }
+    steps = steps.withColumns(columns).withColumn("_wrong", _number_reason())
     # `_wrong` is read twice, which separates this step: Spark compiles all steps before it into one
     # loop, and the functions that build a map from arrays cannot be part of such a loop.
     reason = F.element_at(F.array(*map(F.lit, _REASONS)), F.col("_wrong"))
@@ -168,11 +190,7 @@ def needs_priority_only(wanted: Collection[str]) -> bool:
     return _MORE.isdisjoint(wanted)
 
 
-def _by_priority(steps: DataFrame, kept: list[str]) -> DataFrame:
-    return steps.withColumns(_of_priority()).select(*kept, "severity", "facility")
-
-
-def _priority() -> Column:
+def _read_priority() -> Column:
     """Return the number in ``<PRI>``, of any size; null without one."""
     digits = F.substr(F.col("_head"), F.lit(2), F.col("_end") - 2)
     # A cast accepts blanks and signs as well. They come before the digits in ASCII.
@@ -181,13 +199,7 @@ def _priority() -> Column:
     return F.when(F.startswith("_head", F.lit("<")) & (F.col("_end") > 2), number)
 
 
-def _modern() -> Column:
-    """Whether it starts like RFC 5424: the version, and nil or the first digit of a year."""
-    start = F.substr(F.col("_text"), F.col("_end") + 1, F.lit(3))
-    return F.col("_priority").isNotNull() & ((start == "1 -") | start.between("1 0", "1 9"))
-
-
-def _split() -> Column:
+def _split_text() -> Column:
     # A text that starts with the separator would look like one that was matched.
     return (
         F.when(F.col("_modern"), F.split("_text", " ", 7))
@@ -196,114 +208,78 @@ def _split() -> Column:
     )
 
 
-def _pieces() -> Column:
-    """Return the pieces; null if it is no syslog. Only a matched text starts with an empty one."""
-    taken = (F.size("_split") == _TEXT + 1) & (F.get("_split", F.lit(0)) == "")
-    return F.when(F.col("_modern") | taken, F.col("_split"))
-
-
-def _piece(at: int) -> Column:
+def _get_piece(at: int) -> Column:
     return F.get("_pieces", F.lit(at))
 
 
-def _known(at: int) -> Column:
-    return F.when(~_piece(at).isin("", _NIL), _piece(at))
+def _get_word(at: int) -> Column:
+    """Return a piece; null if it is empty or nil."""
+    return F.when(~_get_piece(at).isin("", _NIL), _get_piece(at))
 
 
-# ── time ──
-
-
-def _suffix(df: DataFrame, zone: str) -> str:
+def _get_zone_suffix(df: DataFrame, zone: str) -> str:
     """Return the suffix that puts a time into a zone; empty if Spark uses that zone anyway."""
     if df.sparkSession.conf.get("spark.sql.session.timeZone") == zone:
         return ""
     return "Z" if zone == "UTC" else f" {zone}"
 
 
-def _time(suffix: str) -> Column:
-    """Return the time as a text for a cast; ``?`` if it is invalid, null if there is none."""
-    iso = _piece(_ISO)
-    whole = F.concat(iso, F.when(_zoned(iso), "").otherwise(suffix)) if suffix else iso
-    shaped = F.when(F.length(iso) >= 19, whole).otherwise("?")
-    return (
-        F.when(F.col("_month") > 0, _bsd_time(suffix))
-        .when(~iso.isin("", _NIL), shaped)
-    )  # fmt: skip
-
-
-def _zoned(iso: Column) -> Column:
-    signs = [F.substr(iso, F.lit(at), F.lit(1)).isin("+", "-") for at in (-6, -5)]
-    return F.endswith(iso, F.lit("Z")) | signs[0] | signs[1]
-
-
-def _month() -> Column:
+def _find_month() -> Column:
     """Return the number of the month; 0 without a name."""
-    name = F.when(F.col("_modern"), "").otherwise(_piece(_MONTH))
+    name = F.when(F.col("_modern"), "").otherwise(_get_piece(_MONTH))
     return F.when(name != "", F.shiftright(F.instr(F.lit(_MONTHS), name) + 3, 2)).otherwise(0)
 
 
-def _bsd_time(suffix: str) -> Column:
-    """Return the time; without a year it gets the latest year that is not after its arrival."""
+def _build_time(suffix: str) -> Column:
+    """Return the time as a text for a cast; ``?`` if it is invalid, null if there is none.
+
+    A time of RFC 3164 without a year gets the latest year that is not after its arrival.
+    """
     latest = F.date_add(F.to_date("timestamp"), _AHEAD_DAYS)
-    date = F.col("_month") * 100 + _piece(_DAY).cast("int")
+    date = F.col("_month") * 100 + _get_piece(_DAY).cast("int")
     guessed = F.year(latest) - F.when(date > F.month(latest) * 100 + F.day(latest), 1).otherwise(0)
-    year = F.coalesce(F.nullif(_piece(_YEAR), F.lit("")), guessed.cast("string"))
-    zone = F.when(_piece(_ZONE).isin("UTC", "GMT"), "Z").otherwise(suffix)
-    day = F.concat_ws("-", year, F.col("_month").cast("string"), _piece(_DAY))
-    return F.concat(day, F.lit("T"), _piece(_CLOCK_AT), zone)
+    year = F.coalesce(F.nullif(_get_piece(_YEAR), F.lit("")), guessed.cast("string"))
+    zone = F.when(_get_piece(_ZONE).isin("UTC", "GMT"), "Z").otherwise(suffix)
+    day = F.concat_ws("-", year, F.col("_month").cast("string"), _get_piece(_DAY))
+    bsd = F.concat(day, F.lit("T"), _get_piece(_CLOCK_AT), zone)
+
+    iso = _get_piece(_ISO)
+    whole = iso
+    if suffix:
+        signs = [F.substr(iso, F.lit(at), F.lit(1)).isin("+", "-") for at in (-6, -5)]
+        has_zone = F.endswith(iso, F.lit("Z")) | signs[0] | signs[1]
+        whole = F.concat(iso, F.when(has_zone, "").otherwise(suffix))
+    shaped = F.when(F.length(iso) >= 19, whole).otherwise("?")
+    return F.when(F.col("_month") > 0, bsd).when(~iso.isin("", _NIL), shaped)
 
 
-# ── columns ──
-
-
-def _data() -> Column:
+def _find_data() -> Column:
     """Return the structured data, which may be nil; empty if malformed, null if missing."""
-    rest = _piece(_REST)
+    rest = _get_piece(_REST)
     nil = (rest == _NIL) | F.left(rest, F.lit(2)).isin(_NIL + " ", _NIL + "\n")
-    return F.when(F.col("_modern"), F.when(nil, _NIL).otherwise(extract_structured_data(rest)))
+    data = F.when(nil, _NIL).otherwise(F.regexp_extract(rest, _WHOLE, 0))
+    return F.when(F.col("_modern"), data)
 
 
-def _of_priority() -> dict[str, Column]:
-    priority = F.when(F.col("_priority") <= 191, F.col("_priority"))
-    severity = priority.bitwiseAND(F.lit(7)).cast("tinyint")
-    return {
-        "severity": F.coalesce(severity, F.col("severity")),
-        "facility": F.shiftright(priority, 3).cast("tinyint"),
-    }
-
-
-def _columns() -> dict[str, Column]:
-    return {
-        **_of_priority(),
-        "version": F.when(F.col("_pieces").isNotNull(), F.col("_modern").cast("tinyint")),
-        "time": F.col("_time").try_cast("timestamp"),
-        "hostname": _known(_HOSTNAME),
-        "app_name": _known(_APP),
-        "proc_id": _known(_PROC),
-        "msg_id": _known(_MSG_ID),
-        "message": _message(),
-    }
-
-
-def _message() -> Column:
+def _find_message() -> Column:
     start = F.when(F.col("_data") == "", 1).otherwise(F.length("_data") + 2)
-    modern = F.ltrim(F.substr(_piece(_REST), start), F.lit("\ufeff"))
+    modern = F.ltrim(F.substr(_get_piece(_REST), start), F.lit("\ufeff"))
     return (
         F.when(F.col("_pieces").isNull(), F.col("_text"))
         .when(F.col("_modern"), modern)
-        .otherwise(_piece(_TEXT))
+        .otherwise(_get_piece(_TEXT))
     )
 
 
-def _wrong() -> Column:
+def _number_reason() -> Column:
     """Return the number of the reason in ``_REASONS``, from 1; 0 if the message is valid."""
-    late = F.col("_time").isNotNull() & F.col("time").isNull()
+    is_no_time = F.col("_time").isNotNull() & F.col("time").isNull()
     return (
         F.when(F.col("value").isNull(), 1)
         .when(F.col("_pieces").isNull(), 2)
         .when(F.col("_priority") > 191, 3)
         .when(F.col("_modern") & F.col("_data").isNull(), 4)
         .when(F.col("_data") == "", 5)
-        .when(late, 6)
+        .when(is_no_time, 6)
         .otherwise(0)
     )

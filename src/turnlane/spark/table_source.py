@@ -193,14 +193,6 @@ class TableScanPart(NamedTuple):
     key_range: KeyRange
 
 
-class TablePartition(InputPartition):
-    """A part, in the form in which Spark sends it to a task."""
-
-    def __init__(self, part: TableScanPart) -> None:
-        super().__init__((part.address, str(part.key_range)))
-        self.part = part
-
-
 class TableReader(DataSourceReader):
     """Reads a queue table as it is now; each partition at a moment of its own."""
 
@@ -213,16 +205,16 @@ class TableReader(DataSourceReader):
         self._selection = EventSelection()
 
     def partitions(self) -> Sequence[InputPartition]:
-        with self._options.open_tables() as spread:
-            shards = spread.map.shards
+        with self._options.open_tables() as tables:
+            shards = tables.map.shards
         # A selection of keys is small, so it is not divided.
         count = 1 if self._selection.keys is not None else self._options.num_partitions
-        return [TablePartition(part) for shard in shards for part in split_shard(shard, count)]
+        return [InputPartition(part) for shard in shards for part in split_shard(shard, count)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        if not isinstance(partition, TablePartition):
+        part = partition.value
+        if not isinstance(part, TableScanPart):
             return  # Spark passes an empty partition if a query has none.
-        part = partition.part
         dialect = self._options.get_dialect(part.address)
         schema = to_arrow_schema(self._schema, timezone="UTC")
         scan = TableScan(dialect, parse_definition(self._definition))
@@ -272,8 +264,8 @@ class StagedRows(WriterCommitMessage):
 class TableTask:
     """A writing task: stages rows in the databases of their shards."""
 
-    def __init__(self, spread: ShardRouter, job: str, opened: ExitStack) -> None:
-        self._spread = spread
+    def __init__(self, tables: ShardRouter, job: str, opened: ExitStack) -> None:
+        self._tables = tables
         self._opened = opened
         self._staged = StagedRows(f"{job}/{uuid.uuid4().hex}")
         self._stagings: dict[Shard, BatchStaging] = {}
@@ -283,30 +275,21 @@ class TableTask:
         """Stage all rows."""
         for batch in batches:
             if batch.num_rows:
-                self._stage(cast_batch(batch, self._spread.definition))
+                self._stage(cast_batch(batch, self._tables.definition))
         return self._staged
 
     def _stage(self, batch: pa.RecordBatch) -> None:
-        for shard, part in self._split(batch):
-            staging = self._get_staging(shard)
+        """Stage rows in the databases of the shards of their keys."""
+        shards, numbers = self._tables.map.shards, self._tables.find_shard_indexes(batch)
+        for at in np.unique(numbers).tolist():
+            shard, part = shards[at], batch.take(np.flatnonzero(numbers == at))
+            staging = self._stagings.get(shard)
+            if staging is None:
+                staging = BatchStaging(self._tables.get_dialect(shard), self._tables.definition)
+                self._stagings[shard] = self._opened.enter_context(staging)
             staging.add(self._staged.stage, self._count, convert_to_rows(part, staging.dialect))
             self._count += part.num_rows
             self._staged.addresses.add(shard.address)
-
-    def _split(self, batch: pa.RecordBatch) -> list[tuple[Shard, pa.RecordBatch]]:
-        """Split rows by the shard of their keys."""
-        shards, numbers = self._spread.map.shards, self._spread.find_shard_indexes(batch)
-        return [
-            (shards[at], batch.take(np.flatnonzero(numbers == at)))
-            for at in np.unique(numbers).tolist()
-        ]
-
-    def _get_staging(self, shard: Shard) -> BatchStaging:
-        known = self._stagings.get(shard)
-        if known is None:
-            known = BatchStaging(self._spread.get_dialect(shard), self._spread.definition)
-            self._stagings[shard] = self._opened.enter_context(known)
-        return known
 
 
 class QueueTableWriter:
@@ -320,8 +303,8 @@ class QueueTableWriter:
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Write the rows of a task; Spark calls it in the task."""
         with freeze_gc_after("write"), ExitStack() as opened:
-            spread = opened.enter_context(self._options.open_tables())
-            return TableTask(spread, self._job, opened).run(iterator)
+            tables = opened.enter_context(self._options.open_tables())
+            return TableTask(tables, self._job, opened).run(iterator)
 
     def _commit(
         self,
@@ -330,19 +313,19 @@ class QueueTableWriter:
         writer: str | None = None,
     ) -> None:
         staged = [message for message in messages if isinstance(message, StagedRows)]
-        with self._options.open_tables() as spread:
+        with self._options.open_tables() as tables:
             addresses = {each for message in staged for each in message.addresses}
             if epoch is not None:  # Noted in every shard: shards that are merged later must agree.
-                addresses |= {shard.address for shard in spread.map.shards}
+                addresses |= {shard.address for shard in tables.map.shards}
             for address in sorted(addresses):
                 stages = [each.stage for each in staged if address in each.addresses]
-                with BatchStaging(spread.get_dialect(Shard(address)), spread.definition) as staging:
+                with BatchStaging(tables.get_dialect(Shard(address)), tables.definition) as staging:
                     staging.commit(self._job, stages, epoch, writer)
 
     def _abort(self) -> None:
-        with self._options.open_tables() as spread:
-            for shard in spread.map.shards:
-                with BatchStaging(spread.get_dialect(shard), spread.definition) as staging:
+        with self._options.open_tables() as tables:
+            for shard in tables.map.shards:
+                with BatchStaging(tables.get_dialect(shard), tables.definition) as staging:
                     staging.discard(self._job)
 
 
@@ -415,5 +398,5 @@ class TurnlaneTableSource(DataSource):
 
 
 def _read_definition(options: TableOptions) -> Definition:
-    with options.open_tables() as spread:
-        return spread.definition
+    with options.open_tables() as tables:
+        return tables.definition
