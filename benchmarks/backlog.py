@@ -1,4 +1,4 @@
-"""Reading a backlog back from the disk, against bare reads of the same files."""
+"""Reading a backlog from the disk, compared with bare reads of the same files."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pathlib import Path
 
 import turnlane
 from benchmarks.effort import Effort
-from benchmarks.lines import in_blocks, log_lines
-from benchmarks.measure import SHORT_TURNS, Series, alternate, undisturbed
-from benchmarks.ours import READ_BATCH
-from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
-from benchmarks.publishing import BLOCK, SIZES
+from benchmarks.lines import make_log_lines, split_into_blocks
+from benchmarks.measure import SHORT_TURNS, Series, alternate, freeze_gc
+from benchmarks.outcome import Cell, Figure, Outcome, Table, make_figure
+from benchmarks.own_contestants import READ_BATCH
+from benchmarks.publish_and_read import BLOCK, SIZES
 
 PIECE = 1 << 20
 
 
 def fill(path: Path, events: int, size: int, compression: str) -> None:
-    """A queue with a backlog, closed and synced."""
+    """Make a queue with a backlog, closed and synced."""
     with turnlane.open_queue(
         kind="disk", path=path, max_bytes="16Gi", compression=compression
     ) as queue:
         producer = queue.producer()
-        for values in in_blocks(log_lines(events, size), BLOCK):
+        for values in split_into_blocks(make_log_lines(events, size), BLOCK):
             producer.publish_block(turnlane.block_of(values))
 
 
-def linked(path: Path, copy: Path) -> None:
-    """A copy that shares the chunks, and so their page cache: reading a queue empties it."""
+def link_copy(path: Path, copy: Path) -> None:
+    """Make a copy that shares the chunks and their page cache; reading a queue removes chunks."""
     copy.mkdir()
     for file in path.iterdir():
         if file.suffix == ".chunk":
@@ -41,9 +41,9 @@ def linked(path: Path, copy: Path) -> None:
 
 
 def read_queue(effort: Effort, path: Path, events: int, before: Callable[[], None]) -> float:
-    """Bytes a second of get and done, nothing being in memory."""
+    """Return bytes per second of get and done, for a queue with no events in memory."""
     with effort.place() as directory:
-        linked(path, directory / "queue")
+        link_copy(path, directory / "queue")
         queue = turnlane.open_queue(
             kind="disk",
             path=directory / "queue",
@@ -52,7 +52,7 @@ def read_queue(effort: Effort, path: Path, events: int, before: Callable[[], Non
         )
         before()
         taken = 0
-        with undisturbed():
+        with freeze_gc():
             started = time.perf_counter()
             while taken < events:
                 batch = queue.get(timeout=30)
@@ -60,17 +60,17 @@ def read_queue(effort: Effort, path: Path, events: int, before: Callable[[], Non
                 batch.done()
             seconds = time.perf_counter() - started
         queue.close()
-    return stored_bytes(path) / seconds
+    return count_stored_bytes(path) / seconds
 
 
 def read_bare(path: Path, before: Callable[[], None]) -> float:
-    """Bytes a second of ``preadv`` in pieces of 1 MiB, into the same memory each time."""
+    """Return bytes per second of ``preadv`` in pieces of 1 MiB, always into the same memory."""
     piece = bytearray(PIECE)
     before()
     total = 0
-    with undisturbed():
+    with freeze_gc():
         started = time.perf_counter()
-        for chunk in chunks(path):
+        for chunk in list_chunks(path):
             fd = os.open(chunk, os.O_RDONLY)
             at = 0
             while got := os.preadv(fd, [piece], at):
@@ -80,25 +80,25 @@ def read_bare(path: Path, before: Callable[[], None]) -> float:
         return total / (time.perf_counter() - started)
 
 
-def chunks(path: Path) -> list[Path]:
-    """The chunk files, oldest first."""
+def list_chunks(path: Path) -> list[Path]:
+    """Return the chunk files, oldest first."""
     return sorted(path.glob("*.chunk"))
 
 
-def stored_bytes(path: Path) -> int:
-    """The size of all chunk files."""
-    return sum(chunk.stat().st_size for chunk in chunks(path))
+def count_stored_bytes(path: Path) -> int:
+    """Return the size of all chunk files."""
+    return sum(chunk.stat().st_size for chunk in list_chunks(path))
 
 
-def warm(path: Path) -> None:
-    """Bring the chunks into the page cache."""
-    for chunk in chunks(path):
+def load_into_page_cache(path: Path) -> None:
+    """Read the chunks into the page cache."""
+    for chunk in list_chunks(path):
         chunk.read_bytes()
 
 
-def cool(path: Path) -> None:
+def drop_from_page_cache(path: Path) -> None:
     """Drop the chunks from the page cache."""
-    for chunk in chunks(path):
+    for chunk in list_chunks(path):
         fd = os.open(chunk, os.O_RDONLY)
         os.fdatasync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -108,7 +108,7 @@ def cool(path: Path) -> None:
 def compare_reading(
     effort: Effort, path: Path, events: int, prepare: Callable[[Path], None], rounds: int
 ) -> tuple[Series, Series]:
-    """Bytes/s of the queue and of bare reads."""
+    """Return bytes/s of the queue and of bare reads."""
     before = partial(prepare, path)
     found = alternate(
         {
@@ -131,7 +131,7 @@ def _row(own: Series, bare: Series, per_event: float) -> list[Cell | None]:
 
 
 def run(effort: Effort) -> Outcome:
-    """Warm and cold, both sizes; compressed, warm."""
+    """Measure both sizes with a warm and a cold page cache; compressed only with a warm one."""
     rows: dict[str, Sequence[Cell | None]] = {}
     ratios: dict[str, list[Series]] = {}
     rounds = {COLD: SHORT_TURNS * effort.rounds, WARM: effort.rounds}
@@ -144,7 +144,7 @@ def run(effort: Effort) -> Outcome:
                 for case, prepare in cases.items():
                     turns = rounds.get(case, effort.few_rounds)
                     own, bare = compare_reading(effort, path, events, prepare, turns)
-                    rows[f"{name}, {case}"] = _row(own, bare, stored_bytes(path) / events)
+                    rows[f"{name}, {case}"] = _row(own, bare, count_stored_bytes(path) / events)
                     ratios.setdefault(case, []).append(own.over(bare))
     return Outcome(_figures(ratios), [Table(_TITLE, "", _COLUMNS, rows, _NOTE)])
 
@@ -153,33 +153,33 @@ _TITLE = "Disk kind: reading a backlog"
 _COLUMNS = ("queue, MB/s", "bare reads, MB/s", "ratio", "queue, events/s")
 WARM, COLD = "page cache warm", "page cache cold"
 _CASES = {
-    "none": {WARM: warm, COLD: cool},
-    "snappy": {f"{WARM}, all compressed": warm},
+    "none": {WARM: load_into_page_cache, COLD: drop_from_page_cache},
+    "snappy": {f"{WARM}, all compressed": load_into_page_cache},
 }
 _NOTE = (
-    "Bytes are those of the chunk files, `compression: none` unless it says otherwise. The queue "
-    "checks every frame's checksum, makes Arrow blocks of it, records every ack in its journal and "
-    "deletes the chunks; compressed, it unpacks more bytes than it reads. What the queue has in "
-    "memory it never reads from its files: it does so for a backlog larger than that, or after a "
-    "restart, and then the disk has to be read. So `disk_read_ratio` is measured with the page "
-    "cache emptied of the files (`POSIX_FADV_DONTNEED`) before each turn, the queue's and the bare "
-    "reader's. With all of it in the page cache, the bare reader merely copies memory to memory, "
-    "again and again to the same 1 MiB, and never looks at what it copied. A queue that copies as "
-    "fast and only checks the checksum as well, which takes 50 to 200 µs/MB here, would come to "
-    "between a half and four fifths of that; reading the page cache in place (`mmap`) would save "
-    "the copy, but then a bad sector or a truncated file ends the process instead of raising an "
-    "error. That ratio is given as `disk_read_warm_ratio`, without a target."
+    "Bytes are the bytes of the chunk files, with `compression: none` unless the row says "
+    "otherwise. The queue checks the checksum of every frame, makes Arrow blocks, records every "
+    "ack in its journal and deletes the chunks; compressed frames become more bytes than it "
+    "reads. The queue reads its files only if events are not in memory: for a backlog larger than "
+    "its memory, and after a restart. Then the disk has to be read, so `disk_read_ratio` is "
+    "measured after the files were dropped from the page cache (`POSIX_FADV_DONTNEED`) before "
+    "each turn of the queue and of the bare reader. With a warm page cache, the bare reader only "
+    "copies memory to the same 1 MiB and never uses the bytes. A queue that copies as fast and "
+    "only checks the checksum as well, which takes 50 to 200 µs/MB here, would reach between a "
+    "half and four fifths of that. Reading the page cache in place (`mmap`) would save the copy, "
+    "but then a bad sector or a truncated file ends the process instead of raising an error. The "
+    "ratio with a warm page cache is `disk_read_warm_ratio`, without a target."
 )
 
 
 def _figures(ratios: dict[str, list[Series]]) -> list[Figure]:
     how = (
-        f"`get()` and `done()` of a backlog on disk, the queue just opened, {READ_BATCH:,} events "
-        "a batch at most / `preadv` of the same files in pieces of 1 MiB into one buffer; {}; the "
-        "worse of 100 B and 1 KB"
+        f"`get()` and `done()` of a backlog on disk after opening the queue, at most "
+        f"{READ_BATCH:,} events in a batch / `preadv` of the same files in pieces of 1 MiB into "
+        "one buffer; {}; the worse of 100 B and 1 KB"
     )
     worst = {case: min(each, key=lambda one: one.median) for case, each in ratios.items()}
     return [
-        figure("disk_read_ratio", worst[COLD], how.format(COLD), at_least=0.7),
-        figure("disk_read_warm_ratio", worst[WARM], how.format(WARM)),
+        make_figure("disk_read_ratio", worst[COLD], how.format(COLD), at_least=0.7),
+        make_figure("disk_read_warm_ratio", worst[WARM], how.format(WARM)),
     ]

@@ -14,8 +14,8 @@ from benchmarks.outcome import Cell, Outcome, Table
 
 
 def main(run: Callable[[Effort], Outcome], description: str) -> None:
-    """Run a benchmark, print what it found."""
-    options = _parser(description).parse_args()
+    """Run a benchmark and print its results."""
+    options = _create_parser(description).parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as place:
         outcome = run(Effort(Path(place), quick=options.quick, scale=options.scale))
@@ -27,13 +27,16 @@ def main(run: Callable[[Effort], Outcome], description: str) -> None:
         print(json.dumps(outcome.named()))
 
 
-def _parser(description: str) -> argparse.ArgumentParser:
+def _create_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="a small run: a minute, on Spark some")
-    parser.add_argument("--json", action="store_true", help="end with a line of JSON: the figures")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write all of it to a file")
+    parser.add_argument("--quick", action="store_true", help="a small run of some minutes")
+    parser.add_argument("--json", action="store_true", help="end with the figures as JSON")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write all results to a file")
     parser.add_argument(
-        "--directory", type=Path, default=Path.cwd(), help="on the file system to be measured"
+        "--directory",
+        type=Path,
+        default=Path.cwd(),
+        help="where to measure",
     )
     parser.add_argument("--scale", type=float, default=1.0, help=argparse.SUPPRESS)
     return parser
@@ -60,18 +63,18 @@ def _show_table(table: Table) -> None:
     print(f"\n{table.title}{unit}")
     print(" " * (width + 2) + "".join(f"{column:>26}" for column in table.columns))
     for name, cells in table.rows.items():
-        print(f"  {name:<{width}}" + "".join(f"{cell_text(cell):>26}" for cell in cells))
+        print(f"  {name:<{width}}" + "".join(f"{format_cell(cell):>26}" for cell in cells))
 
 
-def cell_text(cell: Cell | None) -> str:
-    """A number with its spread."""
+def format_cell(cell: Cell | None) -> str:
+    """Format a number with its lowest and highest round."""
     if cell is None:
         return "–"
-    return f"{short(cell.value)} ({short(cell.low)}–{short(cell.high)})"
+    return f"{format_number(cell.value)} ({format_number(cell.low)}–{format_number(cell.high)})"
 
 
-def short(value: float) -> str:
-    """Three digits that count, large numbers with a letter."""
+def format_number(value: float) -> str:
+    """Format a number with three significant digits; large numbers end in ``k`` or ``M``."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g}{letter}"

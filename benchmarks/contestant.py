@@ -1,4 +1,4 @@
-"""What takes part in a comparison: something that events are put into and taken out of."""
+"""A contestant of a comparison: a queue that takes events and gives them back."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import ClassVar
 
 
 class Contestant(abc.ABC):
-    """Opened in an empty directory, used for one measurement, closed.
+    """A queue, opened in an empty directory for one measurement and closed afterwards.
 
-    ``put`` is the thing's own method wherever possible, so that only its own cost is measured.
+    Where possible, ``put`` is the queue's own method: then only its cost is measured.
     """
 
     label: ClassVar[str]
     events: ClassVar[int]
-    """How many events make a measurement of a fraction of a second, one by one."""
+    """The events of a measurement, one by one; it takes a fraction of a second."""
     put: Callable[[bytes], object]
 
     @abc.abstractmethod
     def __init__(self, directory: Path, expected: int) -> None:
-        """Open it, ready for ``expected`` events."""
+        """Open the queue with room for ``expected`` events."""
 
     def put_block(self, values: Sequence[bytes]) -> None:
-        """Put several in at once, where that can be done."""
+        """Put several events in with one call, if the queue can do it."""
         for value in values:
             self.put(value)
 
     def secure(self) -> None:
-        """Return once everything is as safe as it ever gets here; without a disk, at once."""
+        """Wait until all events are on the disk; a queue in memory returns at once."""
         return
 
     def drain(self, count: int) -> None:
@@ -38,4 +38,4 @@ class Contestant(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of files and threads."""
+        """Close files and end threads."""

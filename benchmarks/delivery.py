@@ -10,7 +10,7 @@ from benchmarks.command import main
 from benchmarks.effort import Effort
 from benchmarks.http_server import http_server
 from benchmarks.outcome import Outcome
-from benchmarks.piped import spark_session
+from benchmarks.pipeline_process import spark_session
 
 
 def run(effort: Effort) -> Outcome:

@@ -1,11 +1,11 @@
-"""Adaptive concurrency beside fixed numbers, on servers whose capacity changes.
+"""Adaptive concurrency compared with fixed numbers, on servers whose capacity changes.
 
-A server can do so many things at a time, first 4, then 16, then 2. One kind lets the rest wait; for
-it any number is good that is large enough. The other kind thrashes: asked for twice as much, it
-takes four times as long, so every number but the right one costs a lot. Each contestant delivers
-without a break while the capacity changes. What counts is how many events the server gets in each
-stretch once it has settled down: a fixed number has nothing to find out, but what was sent before
-the change has to be through for it, too.
+A server processes a number of requests at a time: first 4, then 16, then 2. One kind of server lets
+further requests wait; for it, every number that is large enough is good. The other kind thrashes:
+with twice as many requests it takes four times as long, so every number but the right one costs a
+lot. Each contestant delivers without a break while the capacity changes. The result is the number
+of events that the server gets on each plateau, counted after a time to settle. A fixed number has
+nothing to find out, but requests from before the change have to end for it, too.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Literal, NamedTuple
 
-from benchmarks.delivery_engine import blocks_of, http_output
+from benchmarks.delivery_engine import create_http_output, make_blocks
 from benchmarks.effort import Effort
 from benchmarks.http_server import AT_ONCE, HttpServer
 from benchmarks.measure import Series, alternate
-from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
+from benchmarks.outcome import Cell, Figure, Outcome, Table, make_figure
 from turnlane.delivery.destination import LocalDestinationState
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.settings import DeliverySettings
@@ -32,17 +32,17 @@ SERVICE_SECONDS = 0.03
 BATCH = 10
 FIXED = (1, 2, 4, 8, 16, 32)
 FIXED_QUICK = (1, 4, 16)
-"""With the best of every stretch, and the worst."""
+"""Includes the best and the worst number of every plateau."""
 ADAPTIVE: Literal["adaptive"] = "adaptive"
 KINDS = {"": (1.0, "lets the rest wait"), "_thrashing": (2.0, "thrashes")}
-"""By the ending of their figures' names: how much longer things take, and in words."""
+"""By the suffix of their figures: the exponent of the slowdown, and a description."""
 
 Rates = tuple[float, ...]
-"""Events a second, on each plateau."""
+"""Events per second on each plateau."""
 
 
 class Stretch(NamedTuple):
-    """How long a capacity lasts, in seconds."""
+    """The seconds of a plateau: first to settle, then counted."""
 
     settling: float
     counted: float
@@ -51,39 +51,39 @@ class Stretch(NamedTuple):
 def rates(
     server: HttpServer, concurrency: Literal["adaptive"] | int, stretch: Stretch, thrash: float
 ) -> Rates:
-    """Deliver over all plateaus, each so long."""
+    """Deliver over all plateaus; returns events per second on each."""
     settings = DeliverySettings(concurrency=concurrency, batch_events=BATCH, max_time=3600)
     over = threading.Event()
-    output = http_output(server.url)
+    output = create_http_output(server.url)
     with output, Engine(output, settings, LocalDestinationState(settings)) as engine:
         lane = threading.Thread(target=lambda: list(engine.run(_endless(over))))
         server.control(slots=PLATEAUS[0], seconds=SERVICE_SECONDS, thrash=thrash)
         lane.start()
-        found = tuple(_plateau(server, slots, stretch) for slots in PLATEAUS)
+        found = tuple(_measure_plateau(server, slots, stretch) for slots in PLATEAUS)
         over.set()
         engine.stop()
         lane.join()
     return found
 
 
-def _plateau(server: HttpServer, slots: int, stretch: Stretch) -> float:
+def _measure_plateau(server: HttpServer, slots: int, stretch: Stretch) -> float:
     server.control(slots=slots)
     time.sleep(stretch.settling)
     server.control(slots=slots)
     started = time.monotonic()
     time.sleep(stretch.counted)
-    # One event at least: in a very short run none may have come, and ratios are taken of this.
+    # At least one event: a very short run may have none, and the result is a divisor.
     return max(1.0, float(server.counts()["events"])) / (time.monotonic() - started)
 
 
 def _endless(over: threading.Event) -> Iterator[Block]:
-    (block,) = blocks_of(1000)
+    (block,) = make_blocks(1000)
     while not over.is_set():
         yield block
 
 
 def run(effort: Effort, server: HttpServer) -> Outcome:
-    """Adaptive, and every fixed number, on both kinds of server; on one of them if in a hurry."""
+    """Measure adaptive and fixed numbers on both kinds of server; a quick run uses only one."""
     outcome = Outcome()
     names: dict[str, Literal["adaptive"] | int] = {ADAPTIVE: ADAPTIVE}
     numbers = FIXED_QUICK if effort.quick else FIXED
@@ -108,13 +108,14 @@ def _figures(found: dict[str, list[Rates]], ending: str, words: str) -> list[Fig
             its = [choose(each[turn][at] for each in others) for at in range(len(PLATEAUS))]
             against[name].append(min(map(operator.truediv, mine, its)))
     where = (
-        f"a server for {', '.join(map(str, PLATEAUS))} requests at a time in turn, which {words}: "
+        f"a server that takes {', '.join(map(str, PLATEAUS))} requests at a time, one after the "
+        f"other, and {words}: "
     )
     return [
-        figure(
+        make_figure(
             f"adaptive_vs_{name}{ending}",
             Series(values),
-            f"{where}adaptive / the {name} fixed number, on the stretch where it does worst",
+            f"{where}adaptive / the {name} fixed number, on the plateau with the lowest ratio",
             unit="×",
             at_least={"best": 0.9, "worst": 1.3}[name],
         )
@@ -131,5 +132,5 @@ def _table(found: dict[str, list[Rates]], words: str) -> Table:
             name: [Cell.of(Series([turn[at] for turn in turns])) for at in range(len(PLATEAUS))]
             for name, turns in found.items()
         },
-        f"{BATCH} events in a request, {SERVICE_SECONDS * 1000:.0f} ms each.",
+        f"{BATCH} events in a request; a request takes {SERVICE_SECONDS * 1000:.0f} ms.",
     )

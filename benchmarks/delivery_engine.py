@@ -1,10 +1,10 @@
-"""The delivery engine by itself, with the output ``http``, beside a bare loop of urllib3.
+"""The delivery engine alone, with the output ``http``, compared with a bare loop of urllib3.
 
 Both post the same events in the same batches, at the same concurrency, to the same server. The bare
-loop has the bodies ready and does nothing but post them: it is the limit. The engine gets blocks,
-makes the bodies and keeps account of every event. There are two servers: one that takes a while
-for a request, as those do that keep what they get, and one that answers at once. The engine is also
-measured without ``pipelined``: then each sender makes its own bodies, one after another.
+loop only posts bodies that are ready: it is the limit. The engine gets blocks, makes the bodies and
+tracks every event. There are two servers: one needs some time for a request, like a server that
+stores its events, and one answers at once. The engine is also measured without ``pipelined``: then
+each sender makes its own bodies, one after another.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import urllib3
 
 from benchmarks.effort import Effort
 from benchmarks.http_server import AT_ONCE, AT_WORK, HttpServer
-from benchmarks.lines import log_lines
-from benchmarks.measure import Series, alternate, undisturbed
-from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
+from benchmarks.lines import make_log_lines
+from benchmarks.measure import Series, alternate, freeze_gc
+from benchmarks.outcome import Cell, Figure, Outcome, Table, make_figure
 from turnlane.delivery.destination import LocalDestinationState
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.settings import DeliverySettings
@@ -39,12 +39,12 @@ SERVERS: dict[str, tuple[dict[str, float], str]] = {
     "": (AT_WORK, f"a server that takes {AT_WORK['seconds'] * 1000:.0f} ms for a request"),
     "_at_once": (AT_ONCE, "a server that answers at once"),
 }
-"""By the ending of their figures' names."""
+"""By the suffix of their figures: the settings of the server, and a description."""
 
 
-def blocks_of(events: int) -> list[Block]:
-    """Events as a lane hands them to its engine."""
-    payloads = pa.array(log_lines(BLOCK, SIZE), pa.binary())
+def make_blocks(events: int) -> list[Block]:
+    """Return events in the form in which a lane passes them to its engine."""
+    payloads = pa.array(make_log_lines(BLOCK, SIZE), pa.binary())
     whole = [
         pa.RecordBatch.from_arrays(
             [payloads, pa.array(range(first, first + BLOCK), pa.int64())], ["payload", "offset"]
@@ -55,9 +55,9 @@ def blocks_of(events: int) -> list[Block]:
     return [*whole[:-1], whole[-1].slice(0, rest)] if rest else whole
 
 
-def bodies_of(events: int) -> list[bytes]:
-    """The same events in bodies of a batch each."""
-    lines = log_lines(BLOCK, SIZE)
+def make_bodies(events: int) -> list[bytes]:
+    """Return the same events as request bodies, one for each batch."""
+    lines = make_log_lines(BLOCK, SIZE)
     made = [
         b"".join(b"%s\n" % line for line in lines[at : at + BATCH]) for at in range(0, BLOCK, BATCH)
     ]
@@ -65,8 +65,8 @@ def bodies_of(events: int) -> list[bytes]:
     return [made[number % len(made)] for number in range(count)]
 
 
-def bare(url: str, bodies: Sequence[bytes], concurrency: int) -> float:
-    """Seconds that it takes to post these bodies, so many at a time."""
+def post_bare(url: str, bodies: Sequence[bytes], concurrency: int) -> float:
+    """Return the seconds to post these bodies, ``concurrency`` at a time."""
     left: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     for body in bodies:
         left.put(body)
@@ -91,13 +91,13 @@ def bare(url: str, bodies: Sequence[bytes], concurrency: int) -> float:
     return time.perf_counter() - started
 
 
-def http_output(url: str) -> HttpOutput:
-    """The output, set up as the bare loop is."""
+def create_http_output(url: str) -> HttpOutput:
+    """Create the output with the settings of the bare loop."""
     return HttpOutput(HttpOutputSettings(url=url, format=BodyFormat.RAW))
 
 
 def delivered(output: Output, settings: DeliverySettings, blocks: Sequence[Block]) -> float:
-    """Seconds that the engine takes for these blocks."""
+    """Return the seconds that the engine needs for these blocks."""
     with output, Engine(output, settings, LocalDestinationState(settings)) as engine:
         started = time.perf_counter()
         count = sum(outcome.delivered for outcome in engine.run(blocks))
@@ -107,51 +107,51 @@ def delivered(output: Output, settings: DeliverySettings, blocks: Sequence[Block
 
 
 def run(effort: Effort, server: HttpServer) -> Outcome:
-    """The engine beside the bare loop, and what it costs per batch."""
+    """Compare the engine with the bare loop, and measure its cost for each batch."""
     events = effort.events(100_000, 1_000_000)
-    blocks, bodies = blocks_of(events), bodies_of(events)
+    blocks, bodies = make_blocks(events), make_bodies(events)
     settings = DeliverySettings(concurrency=CONCURRENCY, batch_events=BATCH, max_time=600)
     unsplit = settings.model_copy(update={"pipelined": False})
     contestants: dict[str, Callable[[], float]] = {
-        BARE: lambda: events / bare(server.url, bodies, CONCURRENCY),
-        ENGINE: lambda: events / delivered(http_output(server.url), settings, blocks),
-        UNSPLIT: lambda: events / delivered(http_output(server.url), unsplit, blocks),
+        BARE: lambda: events / post_bare(server.url, bodies, CONCURRENCY),
+        ENGINE: lambda: events / delivered(create_http_output(server.url), settings, blocks),
+        UNSPLIT: lambda: events / delivered(create_http_output(server.url), unsplit, blocks),
     }
     found: dict[str, dict[str, Series]] = {}
-    with undisturbed():
+    with freeze_gc():
         for ending, (kind, _) in SERVERS.items():
             server.control(**kind)
             turns = alternate(contestants, effort.rounds)
             found[ending] = {name: Series(rates) for name, rates in turns.items()}
-        overhead = Series([_overhead(settings, blocks) for _ in range(effort.rounds)])
-    figures = [_beside_bare(ending, each) for ending, each in found.items()]
-    figures += [_beside_unsplit(ending, each) for ending, each in found.items()]
+        overhead = Series([_measure_overhead(settings, blocks) for _ in range(effort.rounds)])
+    figures = [_compare_with_bare(ending, each) for ending, each in found.items()]
+    figures += [_compare_with_unsplit(ending, each) for ending, each in found.items()]
     return Outcome([*figures, _costs(overhead)], [_table(found)])
 
 
-def _beside_bare(ending: str, rates: dict[str, Series]) -> Figure:
-    return figure(
+def _compare_with_bare(ending: str, rates: dict[str, Series]) -> Figure:
+    return make_figure(
         f"engine_vs_bare{ending}",
         rates[ENGINE].over(rates[BARE]),
         f"{SERVERS[ending][1]}; events of {SIZE} bytes, {BATCH} in a request, {CONCURRENCY} "
-        "requests at a time: the engine with the output http / urllib3 with bodies ready-made, in "
-        "a loop",
+        "requests at a time: the engine with the output http / urllib3 in a loop, with "
+        "ready-made bodies",
         unit="×",
         at_least=0.8,
     )
 
 
-def _beside_unsplit(ending: str, rates: dict[str, Series]) -> Figure:
-    return figure(
+def _compare_with_unsplit(ending: str, rates: dict[str, Series]) -> Figure:
+    return make_figure(
         f"pipelined_vs_not{ending}",
         rates[ENGINE].over(rates[UNSPLIT]),
-        f"{SERVERS[ending][1]}; the same: preparing apart from sending / each sender by itself",
+        f"{SERVERS[ending][1]}; the same: bodies made by other threads / by each sender itself",
         unit="×",
     )
 
 
 def _costs(overhead: Series) -> Figure:
-    return figure(
+    return make_figure(
         "engine_overhead_us",
         overhead,
         f"the engine with an output that does nothing: time per batch of {BATCH}",
@@ -169,11 +169,11 @@ def _table(found: dict[str, dict[str, Series]]) -> Table:
             name: [Cell.of(rates[name]) for rates in found.values()]
             for name in (BARE, ENGINE, UNSPLIT)
         },
-        f"Events of {SIZE} bytes; without Spark and without a queue: blocks in memory.",
+        f"Events of {SIZE} bytes in blocks in memory, without Spark and without a queue.",
     )
 
 
-def _overhead(settings: DeliverySettings, blocks: Sequence[Block]) -> float:
+def _measure_overhead(settings: DeliverySettings, blocks: Sequence[Block]) -> float:
     batches = sum(-(-block.num_rows // BATCH) for block in blocks)
     nowhere = DiscardOutput(OutputSettings(type="discard"))
     return delivered(nowhere, settings, blocks) / batches * 1e6

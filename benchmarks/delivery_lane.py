@@ -1,11 +1,11 @@
-"""A lane's backlog after an outage, on Spark: how fast it drains, and how soon at full rate.
+"""A lane's backlog after an outage, on Spark: how fast it drains, and how soon at the full rate.
 
-Events are published while the destination is away, so that they wait in the action's queue on disk;
-then the destination comes back. What is timed begins with the first event that arrives there, which
-is the breaker's probe, and ends with the last. The server takes a while for a request. Beside it:
-urllib3 in a loop that has the bodies ready, with as many requests at a time; and rsyslogd, whose
-disk-assisted queue was filled in the same way, forwarding over TCP (Debian has no omhttp), beside
-turnlane's output ``syslog``.
+Events are published while the destination is down, so they wait in the action's queue on disk. Then
+the destination comes back. The time starts with the first event that arrives, which is the probe of
+the breaker, and ends with the last. The server needs some time for each request. There are two
+comparisons: urllib3 in a loop with ready-made bodies and as many requests at a time; and turnlane's
+output ``syslog`` with rsyslogd, whose disk-assisted queue was filled in the same way and forwards
+over TCP (Debian has no omhttp).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pyspark.sql import SparkSession
 
 import turnlane
 from benchmarks import rsyslog
-from benchmarks.delivery_engine import BATCH, CONCURRENCY, SIZE, bare, bodies_of
+from benchmarks.delivery_engine import BATCH, CONCURRENCY, SIZE, make_bodies, post_bare
 from benchmarks.effort import Effort
 from benchmarks.http_server import AT_WORK, BUCKET, HttpServer
-from benchmarks.lines import log_lines, syslog_messages
+from benchmarks.lines import make_log_lines, make_syslog_messages
 from benchmarks.measure import Series, alternate
-from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
-from benchmarks.piped import MASTER, Piped, piped, wait_until
+from benchmarks.outcome import Cell, Figure, Outcome, Table, make_figure
+from benchmarks.pipeline_process import MASTER, RunningPipeline, run_pipeline, wait_until
 from benchmarks.sender import Sender
 from turnlane.events import block_of
 
@@ -46,7 +46,7 @@ LANE, BARE, FORWARD, RSYSLOG = (
 FULL = 0.9
 """The share of the usual rate that counts as full."""
 WINDOW = 0.5
-"""The rate is that of so many seconds."""
+"""The seconds over which the rate is computed."""
 
 _RECEIVER = """
 import json, selectors, socket, sys, time
@@ -69,16 +69,16 @@ while count < wanted:
         count += data.count(b"\\n")
 print(json.dumps({"events": count, "seconds": time.monotonic() - first}), flush=True)
 """
-"""Counts lines on any number of connections until it has so many."""
+"""Counts lines on any number of connections until ``wanted`` lines have arrived."""
 
 
-def _sections(output: dict[str, Any]) -> dict[str, Any]:
-    """One action with a queue on disk. Probes come soon, but not so soon that tasks wait for them.
+def _make_sections(output: dict[str, Any]) -> dict[str, Any]:
+    """Return one action with a disk queue.
 
-    What a task sits out needs no recovery: here it is the reader that plans the probe.
+    Probes come soon, but late enough that no task waits for them: the lane's reader plans them.
     """
     delivery = {
-        "concurrency": CONCURRENCY // 2,  # of each of two tasks
+        "concurrency": CONCURRENCY // 2,  # There are two tasks.
         "batch_events": BATCH,
         "backoff": "200ms",
         "max_backoff": "500ms",
@@ -89,7 +89,7 @@ def _sections(output: dict[str, Any]) -> dict[str, Any]:
     return {"main": {"kind": "disk"}, "actions": [action]}
 
 
-def _fill(running: Piped, values: list[bytes], events: int) -> None:
+def _fill(running: RunningPipeline, values: list[bytes], events: int) -> None:
     """Publish events and wait until all of them are in the action's queue."""
     with turnlane.connect(running.node.flight) as client:
         with client.queue("main") as queue, queue.producer() as producer:
@@ -102,29 +102,28 @@ def _fill(running: Piped, values: list[bytes], events: int) -> None:
 def drain_http(
     effort: Effort, spark: SparkSession, server: HttpServer, events: int
 ) -> tuple[float, float]:
-    """Events a second out of the backlog, and seconds from the probe to the full rate."""
+    """Return events per second of the backlog, and the seconds from the probe to the full rate."""
     output = {"type": "http", "url": server.url, "format": "raw"}
     server.control(**{**AT_WORK, "down": 1})
-    with effort.place() as place, piped(spark, place, _sections(output)) as running:
-        _fill(running, log_lines(10_000, SIZE), events)
+    with effort.place() as place, run_pipeline(spark, place, _make_sections(output)) as running:
+        _fill(running, make_log_lines(10_000, SIZE), events)
         wait_until(lambda: _is_suspended(running), "an open breaker")
         server.control(down=0)
         wait_until(lambda: server.counts()["events"] >= events, "the backlog at its destination")
         counts = server.counts()
-    took = max(BUCKET, counts["last"] - counts["first"])  # in a test it is one request
-    return events / took, seconds_to_full(counts)
+    took = max(BUCKET, counts["last"] - counts["first"])  # A test sends only one request.
+    return events / took, find_seconds_to_full(counts)
 
 
-def _is_suspended(running: Piped) -> bool:
+def _is_suspended(running: RunningPipeline) -> bool:
     """Whether the lane sends nothing but probes."""
     return any(lane.name == ACTION and lane.suspended for lane in running.runner.status())
 
 
-def seconds_to_full(counts: dict[str, Any]) -> float:
-    """From the first event to the first moment at which the rate was the usual one.
+def find_seconds_to_full(counts: dict[str, Any]) -> float:
+    """Return the seconds from the first event until the rate is the usual rate.
 
-    What is usual is what most of the events have seen around them: however long nothing came, that
-    is not it.
+    The usual rate is the median over events, not over time: pauses do not count.
     """
     first, last = int(counts["first"] / BUCKET), int(counts["last"] / BUCKET)
     arrived = dict(map(tuple, counts["timeline"]))
@@ -137,29 +136,29 @@ def seconds_to_full(counts: dict[str, Any]) -> float:
 
 
 def _median(values: list[int], weights: list[int]) -> int:
-    """The value that half of the weight is not above."""
+    """Return the weighted median."""
     ordered = sorted(zip(values, weights, strict=False))
     so_far = list(accumulate(weight for _, weight in ordered))
     return ordered[bisect_left(so_far, so_far[-1] / 2)][0]
 
 
 def drain_syslog(effort: Effort, spark: SparkSession, events: int) -> float:
-    """Events a second out of the backlog, over TCP."""
-    port = _free_port()
+    """Return events per second of the backlog, over TCP."""
+    port = _find_free_port()
     output = {
         "type": "syslog",
         "address": f"127.0.0.1:{port}",
         "format": "raw",
         "framing": "newline",
     }
-    with effort.place() as place, piped(spark, place, _sections(output)) as running:
-        _fill(running, syslog_messages(10_000, SIZE - 1), events)
-        return _received(port, events)
+    with effort.place() as place, run_pipeline(spark, place, _make_sections(output)) as running:
+        _fill(running, make_syslog_messages(10_000, SIZE - 1), events)
+        return _measure_receiving(port, events)
 
 
 def drain_rsyslog(effort: Effort, events: int) -> float:
-    """The same, by rsyslogd."""
-    port = _free_port()
+    """Return the same for rsyslogd."""
+    port = _find_free_port()
     rules = (
         f'action(type="omfwd" target="127.0.0.1" port="{port}" protocol="tcp" template="raw" '
         'action.resumeRetryCount="-1" action.resumeInterval="1")'
@@ -170,15 +169,15 @@ def drain_rsyslog(effort: Effort, events: int) -> float:
         contextlib.closing(_sender(place, into, events)) as sender,
     ):
         sender.send()
-        return _received(port, sender.events)
+        return _measure_receiving(port, sender.events)
 
 
 def _sender(place: Path, port: int, events: int) -> Sender:
-    return Sender(place, port, syslog_messages(10_000, SIZE - 1), events)
+    return Sender(place, port, make_syslog_messages(10_000, SIZE - 1), events)
 
 
-def _received(port: int, events: int) -> float:
-    """Listen until so many lines have come: lines a second."""
+def _measure_receiving(port: int, events: int) -> float:
+    """Listen until ``events`` lines have arrived; returns lines per second."""
     command = [sys.executable, "-c", _RECEIVER, str(port), str(events)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as receiver:
         try:
@@ -190,14 +189,14 @@ def _received(port: int, events: int) -> float:
     return float(counts["events"] / counts["seconds"])
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
 def run(effort: Effort, spark: SparkSession, server: HttpServer) -> Outcome:
-    """Lanes, the bare loop, and rsyslogd if it is installed."""
+    """Measure lanes, the bare loop, and rsyslogd if it is installed."""
     events = effort.events(1_000_000, 1_000_000)
     forwarded = effort.events(250_000, 1_000_000)
     recoveries: list[float] = []
@@ -209,7 +208,7 @@ def run(effort: Effort, spark: SparkSession, server: HttpServer) -> Outcome:
 
     def loop() -> float:
         server.control(**AT_WORK)
-        return events / bare(server.url, bodies_of(events), CONCURRENCY)
+        return events / post_bare(server.url, make_bodies(events), CONCURRENCY)
 
     contestants: dict[str, Callable[[], float]] = {
         LANE: lane,
@@ -219,27 +218,29 @@ def run(effort: Effort, spark: SparkSession, server: HttpServer) -> Outcome:
     if rsyslog.program() is not None:
         contestants[RSYSLOG] = partial(drain_rsyslog, effort, forwarded)
     if not effort.is_trial:
-        drain_http(effort, spark, server, events // 10)  # Java compiles what runs often
+        drain_http(effort, spark, server, events // 10)  # Java compiles code that runs often.
     rounds = 1 if effort.quick else 3
     found = {name: Series(rates) for name, rates in alternate(contestants, rounds).items()}
-    remarks = [] if RSYSLOG in found else ["rsyslogd is not installed: nothing to compare with."]
+    remarks = (
+        [] if RSYSLOG in found else ["There is no comparison with rsyslogd: it is not installed."]
+    )
     return Outcome(
         list(_figures(found, Series(recoveries))), [_table(found, events, forwarded)], remarks
     )
 
 
 def _figures(found: dict[str, Series], recoveries: Series) -> Iterator[Figure]:
-    yield figure(
+    yield make_figure(
         "drain_vs_bare",
         found[LANE].over(found[BARE]),
-        f"a backlog on disk through a lane on Spark ({MASTER}) with the output http / urllib3 with "
-        f"bodies ready-made, in a loop; {BATCH} events of {SIZE} bytes in a request, "
+        f"a backlog on disk through a lane on Spark ({MASTER}) with the output http / urllib3 in a "
+        f"loop, with ready-made bodies; {BATCH} events of {SIZE} bytes in a request, "
         f"{CONCURRENCY} requests at a time, {AT_WORK['seconds'] * 1000:.0f} ms each",
         unit="×",
         at_least=0.8,
     )
     if RSYSLOG in found:
-        yield figure(
+        yield make_figure(
             "drain_vs_rsyslog",
             found[FORWARD].over(found[RSYSLOG]),
             f"a backlog on disk through a lane on Spark ({MASTER}) with the output syslog over TCP "
@@ -247,7 +248,7 @@ def _figures(found: dict[str, Series], recoveries: Series) -> Iterator[Figure]:
             unit="×",
             at_least=1,
         )
-    yield figure(
+    yield make_figure(
         "recovery_to_full_s",
         recoveries,
         f"from the probe's success until {FULL:.0%} of the usual rate, over {WINDOW} s",
@@ -262,6 +263,6 @@ def _table(found: dict[str, Series], events: int, forwarded: int) -> Table:
         "events/s",
         (f"{SIZE} B",),
         {name: [Cell.of(series)] for name, series in found.items()},
-        f"{events:,} events over HTTP and {forwarded:,} as syslog, from the first that arrives to "
-        "the last.",
+        f"{events:,} events over HTTP and {forwarded:,} as syslog, from the first arrival to the "
+        "last.",
     )

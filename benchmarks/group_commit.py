@@ -1,4 +1,4 @@
-"""Publishers that wait for the disk: what it is worth that they share a sync."""
+"""Publishers that wait for the disk: the gain if they share a sync."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from functools import partial
 
 from benchmarks.contestant import Contestant
 from benchmarks.effort import Effort
-from benchmarks.lines import log_lines
+from benchmarks.lines import make_log_lines
 from benchmarks.measure import SHORT_TURNS, Series, alternate
-from benchmarks.ours import AlwaysDisk
-from benchmarks.outcome import Cell, Outcome, Table, figure
-from benchmarks.peers import PersistFileAutosave, PersistSqlite, SyncedFile
+from benchmarks.outcome import Cell, Outcome, Table, make_figure
+from benchmarks.own_contestants import AlwaysDisk
+from benchmarks.peer_contestants import PersistFileAutosave, PersistSqlite, SyncedFile
 
 Entrant = tuple[type[Contestant], int]
-"""Who, and how many threads put events in."""
+"""A contestant, and the number of threads that put events in."""
 
 PRODUCERS = (1, 8, 64)
 FIGURED = 100
-"""The size of event that the figures are about."""
+"""The size of the events for the figures."""
 
 
-def synced_puts(
+def measure_synced_puts(
     effort: Effort, kind: type[Contestant], producers: int, seconds: float, size: int
 ) -> float:
-    """Events a second of so many threads, each of which waits for its event to be safe."""
-    lines = log_lines(64, size)
+    """Return events per second of threads that wait until each event is on the disk."""
+    lines = make_log_lines(64, size)
     with effort.place() as directory:
         contestant = kind(directory, 1_000_000)
         counts: list[int] = []
@@ -63,7 +63,7 @@ def _name(kind: type[Contestant], producers: int) -> str:
 
 
 def run(effort: Effort) -> Outcome:
-    """1, 8 and 64 publishers, and what others do with one and eight."""
+    """Measure 1, 8 and 64 publishers, and other queues with 1 and 8."""
     seconds = effort.seconds(0.2, 1)
     entrants: list[Entrant] = [
         *((AlwaysDisk, producers) for producers in PRODUCERS),
@@ -77,7 +77,9 @@ def run(effort: Effort) -> Outcome:
     def compare(some: Sequence[Entrant], size: int, rounds: int) -> dict[str, list[float]]:
         return alternate(
             {
-                _name(kind, producers): partial(synced_puts, effort, kind, producers, seconds, size)
+                _name(kind, producers): partial(
+                    measure_synced_puts, effort, kind, producers, seconds, size
+                )
                 for kind, producers in some
             },
             rounds,
@@ -93,13 +95,13 @@ def run(effort: Effort) -> Outcome:
     peer = Series(found[FIGURED][_name(PersistFileAutosave, 1)])
     how = "100-byte events one by one, `always`: 64 blocking producers / 1 blocking producer"
     synced = (
-        "the synced comparison: `always`, 1 blocking producer, against persist-queue's file queue "
+        "100-byte events one by one: `always`, 1 blocking producer / persist-queue's file queue "
         "with `autosave`, which syncs only every hundredth event"
     )
     return Outcome(
         [
-            figure("group_commit_ratio", own[64].over(own[1]), how, unit="×", at_least=10),
-            figure("vs_persist_queue_synced", own[1].over(peer), synced, unit="×"),
+            make_figure("group_commit_ratio", own[64].over(own[1]), how, unit="×", at_least=10),
+            make_figure("vs_persist_queue_synced", own[1].over(peer), synced, unit="×"),
         ],
         [
             Table(
@@ -107,9 +109,9 @@ def run(effort: Effort) -> Outcome:
                 "events/s",
                 ("100 B", "1 KB"),
                 rows,
-                "Each publisher puts one event, waits until it is safe, and puts the next. "
-                "persist-queue's SQLite queue commits each event; its WAL is synced by each "
-                "commit (`synchronous=FULL` is SQLite's default).",
+                "Each publisher puts one event, waits until it is on the disk, and puts the next. "
+                "persist-queue's SQLite queue commits each event; each commit syncs its WAL "
+                "(`synchronous=FULL` is SQLite's default).",
             )
         ],
     )

@@ -1,8 +1,8 @@
 """A fast HTTP server in a process of its own, whose capacity can be changed while it runs.
 
-It counts the lines of what is posted to it. With ``slots`` it is a server that can do so many
-things at a time, each in ``seconds``; what comes beyond that waits. With ``thrash`` above 1 it does
-less in all the more is asked of it, as where memory or locks are short.
+It counts the lines of requests. With ``slots`` it processes that many requests at a time, each in
+``seconds``; further requests wait. With ``thrash`` above 1, its total rate falls with the number of
+requests, like a server that lacks memory or has contended locks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ANSWER = b"HTTP/1.1 %d X\r\nContent-Length: %d\r\nContent-Type: application/jso
 BUCKET = 0.02
 """The timeline's step, in seconds."""
 AT_WORK: dict[str, float] = {"slots": 64, "seconds": 0.02, "thrash": 1, "down": 0}
-"""A server that does something with what it gets: a request takes a while, many go side by side."""
+"""A server that works: a request takes some time, and many run in parallel."""
 AT_ONCE: dict[str, float] = {"slots": 0, "seconds": 0, "thrash": 1, "down": 0}
-"""A server that throws everything away: it shows what the client costs, and little else."""
+"""A server that drops all events: it shows the cost of the client."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class _State:
     slots: int = 0
     seconds: float = 0.0
     thrash: float = 1.0
-    """How much longer things take beyond ``slots``: 1 is the time it takes to wait in a row."""
+    """The exponent of the slowdown beyond ``slots``; 1 is the time to wait in a line."""
     down: bool = False
     busy: int = 0
     events: int = 0
@@ -46,13 +46,13 @@ class _State:
     timeline: dict[int, int] = field(default_factory=dict)
 
     def control(self, query: str) -> None:
-        """Change what is named."""
+        """Change the named values, and count from 0."""
         for name, (value, *_) in parse_qs(query).items():
             setattr(self, name, type(getattr(self, name))(float(value)))
         self.events, self.refused, self.first, self.last, self.timeline = 0, 0, 0.0, 0.0, {}
 
     def count(self, events: int) -> None:
-        """So many events more."""
+        """Count events that have arrived."""
         now = time.monotonic()
         self.first = self.first or now
         self.last = now
@@ -61,12 +61,12 @@ class _State:
         self.timeline[bucket] = self.timeline.get(bucket, 0) + events
 
     def counts(self) -> bytes:
-        """What was counted since the last change."""
+        """Return the counts since the last change."""
         values = {name: getattr(self, name) for name in ("events", "refused", "first", "last")}
         return json.dumps({**values, "timeline": sorted(self.timeline.items())}).encode()
 
     def delay(self) -> float:
-        """How long a request takes that begins now."""
+        """Return how long a request takes that starts now."""
         over = max(1.0, self.busy / self.slots) if self.slots else 1.0
         return self.seconds * float(over**self.thrash)
 
@@ -138,14 +138,14 @@ async def _serve() -> None:
 
 @dataclass(frozen=True)
 class HttpServer:
-    """The server, as its users see it."""
+    """A client of the server."""
 
     port: int
     _http: urllib3.PoolManager = field(default_factory=urllib3.PoolManager)
 
     @property
     def url(self) -> str:
-        """Where to post."""
+        """The address for events."""
         return f"http://127.0.0.1:{self.port}/events"
 
     def control(self, **changes: float) -> None:
@@ -154,7 +154,7 @@ class HttpServer:
         self._http.request("GET", f"http://127.0.0.1:{self.port}/control?{query}")
 
     def counts(self) -> dict[str, Any]:
-        """``events``, ``refused``, the times of the ``first`` and the ``last``, ``timeline``."""
+        """Return ``events``, ``refused``, the times of ``first`` and ``last``, and ``timeline``."""
         answer = self._http.request("GET", f"http://127.0.0.1:{self.port}/counts")
         counts: dict[str, Any] = answer.json()
         return counts
@@ -162,7 +162,7 @@ class HttpServer:
 
 @contextlib.contextmanager
 def http_server() -> Iterator[HttpServer]:
-    """A server that is gone afterwards."""
+    """Run a server, and end it afterwards."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.http_server"], stdout=subprocess.PIPE, text=True
     )

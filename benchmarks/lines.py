@@ -1,4 +1,4 @@
-"""Events to measure with: log lines as services write them, the same in every run."""
+"""The events of all benchmarks: log lines of services, the same in every run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from itertools import cycle, islice
 
 POOL_BYTES = 2_000_000
-"""Different lines make up so much, then they repeat: far beyond what a compressor remembers."""
+"""The bytes of different lines; then they repeat. No compressor looks back as far as this."""
 
 _WORDS = (  # noqa: SIM905 - as a list it would fill a page
     "accepted account after batch before cache checkout client closed commit connection customer "
@@ -20,16 +20,16 @@ _SERVICES = ("checkout", "gateway", "inventory", "mailer", "search", "sessions")
 _LEVELS = ("DEBUG", "INFO", "INFO", "INFO", "WARN", "ERROR")
 _HEADER = b"<%d>1 2026-08-14T09:00:00Z host app - - - "
 _PRIORITIES = {b"DEBUG": 135, b"INFO": 134, b"WARN": 132, b"ERROR": 131}
-"""Facility local0 and the severity that syslog has for the level."""
+"""Facility local0 with the severity of each level."""
 
 
 @cache
-def _pool(size: int) -> list[bytes]:
+def _make_pool(size: int) -> list[bytes]:
     chance = random.Random(size)
-    return [_line(chance, number, size) for number in range(POOL_BYTES // size)]
+    return [_make_line(chance, number, size) for number in range(POOL_BYTES // size)]
 
 
-def _line(chance: random.Random, number: int, size: int) -> bytes:
+def _make_line(chance: random.Random, number: int, size: int) -> bytes:
     seconds, micros = divmod(number * 1_237, 1_000_000)
     line = (
         f"2026-08-14T09:{seconds // 60 % 60:02}:{seconds % 60:02}.{micros:06}Z "
@@ -44,17 +44,17 @@ def _line(chance: random.Random, number: int, size: int) -> bytes:
     return line[:size].encode()
 
 
-def log_lines(count: int, size: int) -> list[bytes]:
-    """``count`` lines of exactly ``size`` bytes."""
-    return list(islice(cycle(_pool(size)), count))
+def make_log_lines(count: int, size: int) -> list[bytes]:
+    """Return ``count`` lines of exactly ``size`` bytes."""
+    return list(islice(cycle(_make_pool(size)), count))
 
 
-def syslog_messages(count: int, size: int) -> list[bytes]:
-    """``count`` lines of exactly ``size`` bytes as messages of RFC 5424, severe as they say."""
-    lines = log_lines(count, size - len(_HEADER % 134))
+def make_syslog_messages(count: int, size: int) -> list[bytes]:
+    """Return ``count`` messages of RFC 5424 of exactly ``size`` bytes, with fitting severities."""
+    lines = make_log_lines(count, size - len(_HEADER % 134))
     return [_HEADER % _PRIORITIES[line.split(b" ", 2)[1]] + line for line in lines]
 
 
-def in_blocks(lines: list[bytes], events: int) -> list[list[bytes]]:
-    """The lines in groups of ``events``, the last one perhaps smaller."""
+def split_into_blocks(lines: list[bytes], events: int) -> list[list[bytes]]:
+    """Split lines into groups of ``events``; the last group may be smaller."""
     return [lines[at : at + events] for at in range(0, len(lines), events)]

@@ -1,4 +1,4 @@
-"""What the figures were taken on."""
+"""Describes the machine on which the benchmarks ran."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from pathlib import Path
 
 
 def describe_machine(directory: Path) -> dict[str, str]:
-    """Cores, memory, Python, kernel, and the file system of ``directory``."""
-    mount = _mount(directory)
+    """Return cores, memory, Python, kernel, and the file system of ``directory``."""
+    mount = _find_mount(directory)
     return {
-        "Processor": f"{_processor()}, {os.cpu_count()} cores",
-        "Memory": f"{_memory() / 2**30:.0f} GiB",
+        "Processor": f"{_get_processor()}, {os.cpu_count()} cores",
+        "Memory": f"{_get_memory() / 2**30:.0f} GiB",
         "Python": f"{platform.python_implementation()} {platform.python_version()}",
         "System": f"{platform.system()} {platform.release()}",
         "File system": f"{mount[2]} on {mount[0]}" if mount else "unknown",
     }
 
 
-def _memory() -> int:
+def _get_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _processor() -> str:
+def _get_processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
 
 
-def _mounts() -> Iterator[tuple[str, str, str]]:
+def _list_mounts() -> Iterator[tuple[str, str, str]]:
     for line in Path("/proc/mounts").read_text().splitlines():
         device, where, kind = line.split()[:3]
         yield device, where, kind
 
 
-def _mount(directory: Path) -> tuple[str, str, str] | None:
+def _find_mount(directory: Path) -> tuple[str, str, str] | None:
     path = directory.resolve()
-    over = [mount for mount in _mounts() if path.is_relative_to(mount[1])]
+    over = [mount for mount in _list_mounts() if path.is_relative_to(mount[1])]
     return max(over, key=lambda mount: len(mount[1]), default=None)

@@ -1,4 +1,4 @@
-"""Measuring side by side: contestants take turns, and what counts is the median of the turns."""
+"""Measures contestants side by side: they take turns, and the result is the median."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 SHORT_TURNS = 3
-"""So many times as many rounds where a turn takes a fraction of a second, much of it the disk's:
-one slow sync must not decide a figure."""
+"""The factor for rounds whose turns take a fraction of a second, much of it in the disk: one slow
+sync must not decide a figure."""
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Keep the collector from walking, again and again, what a measurement was given to work on."""
+def freeze_gc() -> Iterator[None]:
+    """Keep the garbage collector from visiting the input of a measurement again and again."""
     gc.collect()
     gc.freeze()
     try:
@@ -29,13 +29,13 @@ def undisturbed() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Series:
-    """One quantity, measured once in every round."""
+    """A quantity that is measured once in every round."""
 
     values: Sequence[float]
 
     @property
     def median(self) -> float:
-        """The value to quote."""
+        """The value that is reported."""
         return statistics.median(self.values)
 
     @property
@@ -49,20 +49,20 @@ class Series:
         return max(self.values)
 
     def map(self, change: Callable[[float], float]) -> Series:
-        """The series with every value changed."""
+        """Return the series with every value converted."""
         return Series([change(value) for value in self.values])
 
     def over(self, other: Series) -> Series:
-        """The ratio to ``other``, round by round: both saw the same machine at the same time."""
+        """Return the ratio to ``other``, round by round: both ran at nearly the same time."""
         return Series([own / its for own, its in zip(self.values, other.values, strict=True)])
 
 
 def alternate(
     contestants: Mapping[str, Callable[[], Result]], rounds: int
 ) -> dict[str, list[Result]]:
-    """Let contestants take turns, A B C, B C A, …; each says how it did.
+    """Let contestants take turns, A B C, B C A, …; returns the results of each.
 
-    Nobody always runs first, or always after the same neighbour, whose dirty pages it would meet.
+    No contestant always runs first, or always after the same one, whose dirty pages it would find.
     """
     names = list(contestants)
     results: dict[str, list[Result]] = {name: [] for name in names}
@@ -73,6 +73,6 @@ def alternate(
     return results
 
 
-def percentile(ordered: Sequence[float], part: float) -> float:
-    """The value that ``part`` of the ordered ones are below."""
+def get_percentile(ordered: Sequence[float], part: float) -> float:
+    """Return the value below which the share ``part`` of sorted values is."""
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))]

@@ -1,4 +1,4 @@
-"""The node: syslog, Flight and HTTP in, latency, memory, beside rsyslog.
+"""The node: input by syslog, Flight and HTTP, latency, memory, and a comparison with rsyslog.
 
 python -m benchmarks.node [--quick] [--json]
 """

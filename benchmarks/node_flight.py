@@ -1,4 +1,4 @@
-"""Blocks over Flight into a synced disk queue, and HTTP beside it."""
+"""Blocks over Flight into a synced disk queue, compared with HTTP."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import turnlane
 from benchmarks.effort import Effort
-from benchmarks.lines import in_blocks, log_lines
-from benchmarks.measure import Series, undisturbed
-from benchmarks.outcome import Cell, Outcome, Table, figure
-from benchmarks.served import Served, served
+from benchmarks.lines import make_log_lines, split_into_blocks
+from benchmarks.measure import Series, freeze_gc
+from benchmarks.node_process import NodeProcess, run_node
+from benchmarks.outcome import Cell, Outcome, Table, make_figure
 
 BLOCK = 20_000
 REQUEST = 100
-"""Events in an HTTP request."""
+"""The events of an HTTP request."""
 
 _WRK_SCRIPT = """\
 wrk.method = "POST"
@@ -27,8 +27,8 @@ wrk.body = io.open("{body}"):read("*a")
 """
 
 
-def flight_speed(node: Served, blocks: list[turnlane.Block]) -> float:
-    """Events a second from the first block to the last ``persisted`` ack."""
+def measure_flight(node: NodeProcess, blocks: list[turnlane.Block]) -> float:
+    """Return events per second from the first block to the last ``persisted`` ack."""
     expected: int = sum(block.num_rows for block in blocks)
     heard = 0
     complete = threading.Event()
@@ -42,7 +42,7 @@ def flight_speed(node: Served, blocks: list[turnlane.Block]) -> float:
     with turnlane.connect(node.flight) as client:
         queue = client.queue("main", batch_size=BLOCK, batches=8, max_bytes="256Mi")
         producer = queue.producer(ack="persisted", on_ack=on_ack)
-        with undisturbed():
+        with freeze_gc():
             started = time.perf_counter()
             for block in blocks:
                 producer.publish_block(block)
@@ -51,10 +51,10 @@ def flight_speed(node: Served, blocks: list[turnlane.Block]) -> float:
     return expected / seconds
 
 
-def http_speed(node: Served, directory: Path, seconds: float) -> float:
-    """Events a second that wrk gets answered ``persisted``, in requests of 100."""
+def measure_http(node: NodeProcess, directory: Path, seconds: float) -> float:
+    """Return events per second of wrk, in requests of 100 events that are persisted."""
     body = directory / "body.ndjson"
-    lines = [json.dumps({"value": line.decode()}) for line in log_lines(REQUEST, 100)]
+    lines = [json.dumps({"value": line.decode()}) for line in make_log_lines(REQUEST, 100)]
     body.write_text("\n".join(lines) + "\n")
     script = directory / "post.lua"
     script.write_text(_WRK_SCRIPT.format(body=body))
@@ -69,22 +69,24 @@ def http_speed(node: Served, directory: Path, seconds: float) -> float:
 
 
 def run(effort: Effort) -> Outcome:
-    """Flight and HTTP, in turns."""
+    """Measure Flight and HTTP in turns."""
     events = effort.events(2_000_000, 5_000_000)
-    blocks = [turnlane.block_of(part) for part in in_blocks(log_lines(events, 100), BLOCK)]
+    blocks = [
+        turnlane.block_of(part) for part in split_into_blocks(make_log_lines(events, 100), BLOCK)
+    ]
     flight, http = [], []
     for _ in range(effort.rounds):
-        with effort.place() as place, served(place, {"main": {"durability": "always"}}) as node:
-            flight.append(flight_speed(node, blocks))
-            http.append(http_speed(node, place, effort.seconds(1, 3)))
+        with effort.place() as place, run_node(place, {"main": {"durability": "always"}}) as node:
+            flight.append(measure_flight(node, blocks))
+            http.append(measure_http(node, place, effort.seconds(1, 3)))
     series = {"Flight, blocks of 20,000": Series(flight), "HTTP, 16 × 100 lines": Series(http)}
     rows = {name: [Cell.of(each)] for name, each in series.items()}
     how = (
         f"{events:,} events of 100 B in blocks of {BLOCK:,} from one client over Flight into a "
-        "disk queue with `durability: always`, until the last is acked `persisted`"
+        "disk queue with `durability: always`, until the last event is acked as `persisted`"
     )
-    note = "One client process beside the node's, both on the same cores; `durability: always`."
+    note = "One client process and the node on the same cores; `durability: always`."
     return Outcome(
-        [figure("flight_events_per_s", series["Flight, blocks of 20,000"], how, at_least=2e6)],
+        [make_figure("flight_events_per_s", series["Flight, blocks of 20,000"], how, at_least=2e6)],
         [Table("Publishing to a node, persisted", "events/s", ("events/s",), rows, note)],
     )

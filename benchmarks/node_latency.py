@@ -1,4 +1,4 @@
-"""How long until an event is safe: from publishing to ``persisted``, at several rates."""
+"""The time from publishing an event to its ``persisted`` ack, at several rates."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections import deque
 
 import turnlane
 from benchmarks.effort import Effort
-from benchmarks.lines import log_lines
-from benchmarks.measure import Series, percentile
-from benchmarks.outcome import Cell, Outcome, Table, figure
-from benchmarks.served import Served, served
+from benchmarks.lines import make_log_lines
+from benchmarks.measure import Series, get_percentile
+from benchmarks.node_process import NodeProcess, run_node
+from benchmarks.outcome import Cell, Outcome, Table, make_figure
 
 RATES: tuple[int, ...] = (1, 100, 10_000)
 STEP = 0.001
-"""Seconds between bursts: at 10,000 a second, ten events at a time."""
+"""The seconds between bursts: at 10,000 events per second, ten events at a time."""
 
 
-def latencies(node: Served, rate: int, seconds: float) -> list[float]:
-    """Milliseconds of every event published at this rate."""
+def measure_latencies(node: NodeProcess, rate: int, seconds: float) -> list[float]:
+    """Return the milliseconds of every event at this rate, sorted."""
     sent: deque[float] = deque()
     took: list[float] = []
     expected = max(3, round(rate * seconds))
@@ -31,7 +31,7 @@ def latencies(node: Served, rate: int, seconds: float) -> list[float]:
         if len(took) >= expected:
             complete.set()
 
-    lines = log_lines(expected, 100)
+    lines = make_log_lines(expected, 100)
     with turnlane.connect(node.flight) as client:
         queue = client.queue("main")
         producer = queue.producer(ack="persisted", on_ack=on_ack)
@@ -52,23 +52,25 @@ def latencies(node: Served, rate: int, seconds: float) -> list[float]:
 
 
 def run(effort: Effort) -> Outcome:
-    """All rates, in turns."""
-    rates = effort.unless_trial(RATES, RATES[1:])
+    """Measure all rates in turns."""
+    rates = effort.choose(RATES, RATES[1:])
     found: dict[int, list[list[float]]] = {rate: [] for rate in rates}
     for _ in range(effort.rounds):
-        with effort.place() as place, served(place, {"main": {"durability": "always"}}) as node:
+        with effort.place() as place, run_node(place, {"main": {"durability": "always"}}) as node:
             for rate in rates:
                 seconds = 2.0 if rate == 1 else effort.seconds(1.0, 5.0)
-                found[rate].append(latencies(node, rate, seconds))
+                found[rate].append(measure_latencies(node, rate, seconds))
     rows = {}
     p99 = {}
     for rate, rounds in found.items():
-        half, most = ([percentile(each, part) for each in rounds] for part in (0.5, 0.99))
+        half, most = ([get_percentile(each, part) for each in rounds] for part in (0.5, 0.99))
         p99[rate] = Series(most)
-        rows[f"{rate:,} a second"] = [Cell.of(Series(half)), Cell.of(Series(most))]
+        rows[f"{rate:,} per second"] = [Cell.of(Series(half)), Cell.of(Series(most))]
     how = (
-        "100-byte events published one by one through `turnlane.connect` at 10,000 a second, "
+        "100-byte events, one by one through `turnlane.connect`, 10,000 per second, "
         "`durability: always`: 99th percentile of the time from `publish()` to the `persisted` ack"
     )
     table = Table("From publish to persisted", "ms", ("p50", "p99"), rows)
-    return Outcome([figure("persisted_p99_ms", p99[10_000], how, unit="ms", at_most=20.0)], [table])
+    return Outcome(
+        [make_figure("persisted_p99_ms", p99[10_000], how, unit="ms", at_most=20.0)], [table]
+    )

@@ -1,8 +1,8 @@
-"""Syslog over TCP into a disk queue, beside rsyslogd: the same sender, the same messages.
+"""Syslog over TCP into a disk queue, compared with rsyslogd: the same sender and messages.
 
-What is timed is getting in: from the first byte sent until the receiver has everything in its queue
-and, with turnlane, everything is synced to disk. A consumer empties each queue meanwhile and throws
-the messages away. rsyslogd closes a connection once it has queued what came over it.
+The time starts with the first byte sent and ends when the receiver has all messages in its queue;
+turnlane has also synced them to disk. At the same time a consumer empties each queue and drops the
+messages. rsyslogd closes a connection after it has put all messages of it into its queue.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from benchmarks import rsyslog
 from benchmarks.command import main
 from benchmarks.effort import Effort
-from benchmarks.lines import syslog_messages
+from benchmarks.lines import make_syslog_messages
 from benchmarks.measure import Series, alternate
-from benchmarks.outcome import Cell, Outcome, Table, figure
+from benchmarks.outcome import Cell, Outcome, Table, make_figure
 from benchmarks.rsyslog import ASSISTED, DISK
 from benchmarks.sender import CONNECTIONS, Sender
 from turnlane.errors import QueueClosed
@@ -32,8 +32,8 @@ OURS = "turnlane disk, always"
 
 
 def rate(place: Path, port: int, events: int, secure: Callable[[], object]) -> float:
-    """Events a second until all are sent, taken in, and as ``secure`` as they get."""
-    messages = syslog_messages(20_000, SIZE - 1)
+    """Return events per second until all are sent and received, and ``secure`` has returned."""
+    messages = make_syslog_messages(20_000, SIZE - 1)
     with contextlib.closing(Sender(place, port, messages, events)) as sender:
         started = time.perf_counter()
         sender.send()
@@ -41,12 +41,12 @@ def rate(place: Path, port: int, events: int, secure: Callable[[], object]) -> f
         return sender.events / (time.perf_counter() - started)
 
 
-def turnlane_events(effort: Effort, events: int) -> float:
-    """Into a node's disk queue, every message synced (group commit) before the clock stops."""
+def measure_turnlane(effort: Effort, events: int) -> float:
+    """Send into a node's disk queue; every message is synced (group commit) within the time."""
     knobs = {"durability": "always", "dequeue_batch_size": 50_000}
     settings = SyslogSettings.model_validate({"queue": "main", "tcp": "127.0.0.1:0"})
     with effort.place() as place, Node(place / "data", {"main": knobs}) as node:
-        consumer = threading.Thread(target=_throw_away, args=(node.queue("main"),))
+        consumer = threading.Thread(target=_drop_all, args=(node.queue("main"),))
         consumer.start()
         with SyslogInput(settings, node) as source:
             source.start()
@@ -56,13 +56,13 @@ def turnlane_events(effort: Effort, events: int) -> float:
     return found
 
 
-def _throw_away(queue: BufferedQueue) -> None:
+def _drop_all(queue: BufferedQueue) -> None:
     with contextlib.suppress(QueueClosed):
         while True:
             queue.get().done()
 
 
-def rsyslog_events(effort: Effort, kind: str, events: int) -> float:
+def measure_rsyslog(effort: Effort, kind: str, events: int) -> float:
     """Into a ruleset's queue of rsyslogd, fed by imptcp."""
     away = 'action(type="omfile" file="/dev/null")'
     with effort.place() as place, rsyslog.running(place, kind, away) as port:
@@ -72,16 +72,18 @@ def rsyslog_events(effort: Effort, kind: str, events: int) -> float:
 def run(effort: Effort) -> Outcome:
     """turnlane, and rsyslogd with both of its queues if it is installed."""
     events = effort.events(200_000, 1_000_000)
-    contestants = {OURS: partial(turnlane_events, effort, events)}
+    contestants = {OURS: partial(measure_turnlane, effort, events)}
     if rsyslog.program() is not None:
         for kind in rsyslog.QUEUES:
-            contestants[kind] = partial(rsyslog_events, effort, kind, events)
+            contestants[kind] = partial(measure_rsyslog, effort, kind, events)
     found = {name: Series(rates) for name, rates in alternate(contestants, effort.rounds).items()}
     own = found[OURS]
     how = f"{SIZE}-byte messages over TCP into the synced disk queue / rsyslogd, imptcp into its "
     bounds = {DISK: ("disk", "disk queue, not synced", 2), ASSISTED: ("da", "disk-assisted one", 1)}
     figures = [
-        figure(f"syslog_vs_rsyslog_{name}", own.over(found[kind]), how + what, unit="×", at_least=n)
+        make_figure(
+            f"syslog_vs_rsyslog_{name}", own.over(found[kind]), how + what, unit="×", at_least=n
+        )
         for kind, (name, what, n) in bounds.items()
         if kind in found
     ]
@@ -90,11 +92,13 @@ def run(effort: Effort) -> Outcome:
         "events/s",
         (f"{SIZE} B",),
         {name: [Cell.of(series)] for name, series in found.items()},
-        f"{CONNECTIONS} connections, newlines. turnlane syncs everything before the clock stops.",
+        f"{CONNECTIONS} connections, newlines. turnlane's time includes the sync of all events.",
     )
-    remarks = [] if rsyslog.program() else ["rsyslogd is not installed: nothing to compare with."]
+    remarks = (
+        [] if rsyslog.program() else ["There is no comparison with rsyslogd: it is not installed."]
+    )
     return Outcome(figures, [table], remarks)
 
 
 if __name__ == "__main__":
-    main(run, "Measure syslog over TCP beside rsyslogd.")
+    main(run, "Measure syslog over TCP, compared with rsyslogd.")

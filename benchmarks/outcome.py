@@ -1,4 +1,4 @@
-"""What a benchmark found: named figures beside their targets, and tables."""
+"""The results of a benchmark: named figures with their targets, and tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.measure import Series
 
 @dataclass(frozen=True)
 class Figure:
-    """A named number, with the bound we hold ourselves to and how it was measured."""
+    """A named number, with its target and a description of the measurement."""
 
     name: str
     value: float
@@ -24,7 +24,7 @@ class Figure:
 
     @property
     def target(self) -> str:
-        """The bound as text; empty if there is none."""
+        """The target as text; empty if there is none."""
         if self.at_least is not None:
             return f"≥ {self.at_least:g}"
         return "" if self.at_most is None else f"≤ {self.at_most:g}"
@@ -39,14 +39,14 @@ class Figure:
         return ""
 
 
-def figure(name: str, series: Series, how: str, **bounds: Any) -> Figure:
-    """A figure from its rounds: the median, with the spread."""
+def make_figure(name: str, series: Series, how: str, **bounds: Any) -> Figure:
+    """Make a figure of its rounds: the median, the lowest and the highest."""
     return Figure(name, series.median, series.low, series.high, how, **bounds)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A number in a table, with its spread."""
+    """A number in a table, with its lowest and highest round."""
 
     value: float
     low: float
@@ -54,13 +54,13 @@ class Cell:
 
     @classmethod
     def of(cls, series: Series) -> Self:
-        """The median and spread of a series."""
+        """Make a cell of a series."""
         return cls(series.median, series.low, series.high)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Contestants against columns of numbers; a missing cell was not measured."""
+    """A table with a row for each contestant; ``None`` is a cell that was not measured."""
 
     title: str
     unit: str
@@ -71,37 +71,37 @@ class Table:
 
 @dataclass
 class Outcome:
-    """All that one benchmark module has to say."""
+    """All results of one benchmark module."""
 
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
     def add(self, other: Outcome) -> None:
-        """Take over what another found."""
+        """Append the results of another part."""
         self.figures += other.figures
         self.tables += other.tables
         self.remarks += other.remarks
 
     def named(self) -> dict[str, float]:
-        """The figures by name, for ``--json``."""
+        """Return the figures by name, for ``--json``."""
         return {each.name: float(f"{each.value:.4g}") for each in self.figures}
 
     def as_dict(self) -> dict[str, Any]:
-        """For a file that :meth:`from_dict` reads."""
+        """Return the results for a JSON file that :meth:`from_dict` reads."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Self:
-        """What :meth:`as_dict` gave."""
+        """Read the results that :meth:`as_dict` returned."""
         return cls(
             [Figure(**each) for each in saved["figures"]],
-            [_table(each) for each in saved["tables"]],
+            [_read_table(each) for each in saved["tables"]],
             list(saved["remarks"]),
         )
 
 
-def _table(saved: Mapping[str, Any]) -> Table:
+def _read_table(saved: Mapping[str, Any]) -> Table:
     rows = {
         name: [None if cell is None else Cell(**cell) for cell in cells]
         for name, cells in saved["rows"].items()

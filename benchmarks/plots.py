@@ -1,4 +1,4 @@
-"""Bars for the tables of ``docs/benchmarks.md``."""
+"""Draws bar charts for the tables of ``docs/benchmarks.md``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from benchmarks.command import short
+from benchmarks.command import format_number
 from benchmarks.outcome import Cell, Table
 
 OURS, OTHERS = "#1f6f8b", "#b8c4cc"
@@ -20,7 +20,7 @@ mpl.rcParams.update(
     {
         "font.size": 9,
         "svg.fonttype": "none",
-        "svg.hashsalt": "turnlane",  # the same table gives the same file
+        "svg.hashsalt": "turnlane",  # The same table gives the same file.
         "axes.spines.top": False,
         "axes.spines.right": False,
     }
@@ -28,7 +28,7 @@ mpl.rcParams.update(
 
 
 def draw(table: Table, path: Path) -> None:
-    """One picture a table, one field a column, one bar a row."""
+    """Draw a table: a chart for each column, with a bar for each row."""
     height = 0.6 + 0.3 * len(table.rows)
     width = 2.5 + 2.2 * len(table.columns)
     figure, fields = plt.subplots(
@@ -36,7 +36,7 @@ def draw(table: Table, path: Path) -> None:
     )
     for number, (column, field) in enumerate(zip(table.columns, fields[0], strict=True)):
         cells = [row[number] for row in table.rows.values()]
-        _bars(field, list(table.rows), cells)
+        _draw_bars(field, list(table.rows), cells)
         field.set_title(column if not table.unit else f"{column}, {table.unit}", fontsize=9)
     fields[0][0].invert_yaxis()
     figure.tight_layout()
@@ -44,7 +44,7 @@ def draw(table: Table, path: Path) -> None:
     plt.close(figure)
 
 
-def _bars(field: Axes, names: list[str], cells: list[Cell | None]) -> None:
+def _draw_bars(field: Axes, names: list[str], cells: list[Cell | None]) -> None:
     values = [cell.value if cell else 0.0 for cell in cells]
     present = [value for value in values if value > 0]
     colors = [OURS if name.startswith(("turnlane", "proxy")) else OTHERS for name in names]
@@ -57,5 +57,5 @@ def _bars(field: Axes, names: list[str], cells: list[Cell | None]) -> None:
     else:
         field.set_xlim(0, max(present) * 1.35)
     for row, value in enumerate(values):
-        field.text(value, row, f" {short(value)}", va="center", fontsize=8)
+        field.text(value, row, f" {format_number(value)}", va="center", fontsize=8)
     field.tick_params(axis="x", labelsize=7)

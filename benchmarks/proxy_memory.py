@@ -1,8 +1,8 @@
-"""What a proxy queue saves: the memory of a client and its node while events wait in the node.
+"""The memory that a proxy queue saves while events wait in the node.
 
-Client and node share a process here, which is measured from outside: what the operating system
-says it has for itself, once its allocators have given back what is free. Every block that goes from
-one to the other is copied, as a network would copy it.
+Client and node share a process. The result is the private memory of that process according to the
+operating system, after the allocators have returned free memory. Every block from client to node is
+copied, as a network would copy it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import pyarrow as pa
 
 import turnlane
 from benchmarks.effort import Effort
-from benchmarks.lines import log_lines
+from benchmarks.lines import make_log_lines
 from benchmarks.measure import Series, alternate
-from benchmarks.outcome import Cell, Outcome, Table, figure
-from benchmarks.resident import own_bytes
+from benchmarks.outcome import Cell, Outcome, Table, make_figure
+from benchmarks.process_memory import get_own_bytes
 from turnlane.errors import TransportDown
 from turnlane.events import Block
 from turnlane.memory import release_free_memory
@@ -34,13 +34,13 @@ from turnlane.queues.api import NodeProgress
 SIZE = 1_000
 _LOOK_SECONDS = 0.05
 _REST_SECONDS = 0.5
-"""Events wait for long: what counts is the memory taken once everybody has come to rest."""
+"""The time after which all threads are idle. Events wait for long, so the memory then counts."""
 
 _CHILDREN = multiprocessing.get_context("forkserver")
 
 
-def copied(block: Block) -> Block:
-    """The block as it arrives at the other end of a network: in memory of its own."""
+def copy_block(block: Block) -> Block:
+    """Return a block in memory of its own, as it arrives over a network."""
     return pa.ipc.read_record_batch(pa.py_buffer(block.serialize().to_pybytes()), block.schema)
 
 
@@ -62,7 +62,7 @@ class CopyingConnection:
     def send(self, sequence: int, block: Block) -> None:
         if self._closed:
             raise TransportDown("closed")
-        self._producer.publish_block(copied(block), sequence=sequence)
+        self._producer.publish_block(copy_block(block), sequence=sequence)
         self._accepted = sequence + block.num_rows
         self._news.put(0)
 
@@ -76,14 +76,14 @@ class CopyingConnection:
         return NodeProgress(self._accepted, self._persisted, 0)
 
     def urge(self) -> None:
-        """The node syncs every second, as it always does."""
+        """Do nothing: the node syncs every second."""
 
     def close(self) -> None:
         self._closed = True
 
 
 class CopyingTransport:
-    """The way to a queue of the same process."""
+    """A transport to a queue of the same process."""
 
     def __init__(self, node: turnlane.Queue) -> None:
         self._node = node
@@ -110,16 +110,16 @@ def _wait_for(node: turnlane.Queue, events: int) -> None:
 
 def _publish(client: turnlane.Queue, events: int) -> None:
     producer = client.producer()
-    for line in log_lines(events, SIZE):
+    for line in make_log_lines(events, SIZE):
         producer.publish(line)
 
 
-def through_proxy(directory: Path, events: int) -> list[object]:
-    """Publish into a proxy queue before a node that has everything; returns what holds it."""
+def publish_through_proxy(directory: Path, events: int) -> list[object]:
+    """Publish through a proxy queue until the node has all events; returns the queues."""
     node = _node(directory)
     client = turnlane.open_queue(kind="proxy", transport=CopyingTransport(node))
     _publish(client, events)
-    # Once this is acked, the proxy has heard that everything before is safe with the node.
+    # When this event is acked, the proxy knows that all events before it are persisted.
     last = client.producer(ack="persisted", on_ack=lambda _: None)
     last.publish(b"the end")
     _wait_for(node, events + 1)
@@ -127,8 +127,8 @@ def through_proxy(directory: Path, events: int) -> list[object]:
     return [client, node]
 
 
-def two_full_queues(directory: Path, events: int) -> list[object]:
-    """The same with a queue of its own in the client, which holds events until they are acked."""
+def publish_through_own_queue(directory: Path, events: int) -> list[object]:
+    """Publish through a client's own queue, which keeps events until they are acked."""
     node = _node(directory)
     client = turnlane.open_queue(kind="memory", size=events, max_bytes="4Gi")
     _publish(client, events)
@@ -136,44 +136,44 @@ def two_full_queues(directory: Path, events: int) -> list[object]:
     producer = node.producer()
     for _ in range(-(-events // 1024)):
         batch = client.get(timeout=10)
-        producer.publish_block(copied(batch.block))
+        producer.publish_block(copy_block(batch.block))
         sent.append(batch)
     _wait_for(node, events)
     return [client, node, sent]
 
 
-def node_alone(directory: Path, events: int) -> list[object]:
-    """Only the node, for comparison."""
+def publish_into_node(directory: Path, events: int) -> list[object]:
+    """Publish into the node directly, for comparison."""
     node = _node(directory)
     _publish(node, events)
     _wait_for(node, events)
     return [node]
 
 
-def tidy_bytes() -> int:
-    """What this process has for itself alone (its USS), what its allocators keep free left out."""
+def measure_own_bytes() -> int:
+    """Return the private memory (USS) of this process, without free memory of its allocators."""
     gc.collect()
     release_free_memory()
-    return own_bytes("self")
+    return get_own_bytes("self")
 
 
 Holding = Callable[[Path, int], list[object]]
 
 
 def _measure(hold: Holding, directory: Path, events: int, results: Connection) -> None:
-    log_lines(1, SIZE)
+    make_log_lines(1, SIZE)
     with tempfile.TemporaryDirectory(dir=directory) as place:
-        before = tidy_bytes()
+        before = measure_own_bytes()
         held = hold(Path(place), events)
         time.sleep(_REST_SECONDS)
-        results.send(tidy_bytes() - before)
+        results.send(measure_own_bytes() - before)
         for each in held:
             if isinstance(each, turnlane.Queue):
                 each.close()
 
 
-def memory_of(hold: Holding, effort: Effort, events: int) -> float:
-    """Bytes that a new process takes for it, once all events wait in the node."""
+def measure_memory(hold: Holding, effort: Effort, events: int) -> float:
+    """Return the bytes by which a new process grows until all events wait in the node."""
     receiving, sending = _CHILDREN.Pipe(duplex=False)
     child = _CHILDREN.Process(target=_measure, args=(hold, effort.directory, events, sending))
     child.start()
@@ -185,26 +185,26 @@ def memory_of(hold: Holding, effort: Effort, events: int) -> float:
 
 
 def run(effort: Effort) -> Outcome:
-    """The proxy before a node, against two queues that both hold everything."""
+    """Compare a proxy in front of a node with two queues that both have all events."""
     events = effort.events(100_000, 200_000)
     ways: dict[str, Holding] = {
-        "proxy and node": through_proxy,
-        "client queue and node": two_full_queues,
+        "proxy and node": publish_through_proxy,
+        "client queue and node": publish_through_own_queue,
     }
     found = alternate(
-        {name: partial(memory_of, hold, effort, events) for name, hold in ways.items()},
+        {name: partial(measure_memory, hold, effort, events) for name, hold in ways.items()},
         effort.rounds,
     )
-    alone = partial(memory_of, node_alone, effort, events)
+    alone = partial(measure_memory, publish_into_node, effort, events)
     found |= alternate({"node alone": alone}, effort.few_rounds)
     series = {name: Series(each) for name, each in found.items()}
     rows = {name: [Cell.of(each.map(lambda size: size / 1e6))] for name, each in series.items()}
     ratio = series["proxy and node"].over(series["client queue and node"])
     how = (
-        f"{events:,} events of 1 KB waiting in the node's memory: growth of the process's own "
+        f"{events:,} events of 1 KB waiting in the node's memory: growth of the private "
         "memory (USS) with a proxy in front of the node / with a second full queue there"
     )
     return Outcome(
-        [figure("proxy_memory_ratio", ratio, how, unit="×", at_most=0.6)],
+        [make_figure("proxy_memory_ratio", ratio, how, unit="×", at_most=0.6)],
         [Table("Memory while events wait in the node", "MB", ("memory",), rows, how + ".")],
     )

@@ -1,14 +1,21 @@
-"""The queues: publishing, reading, syncing, recovery and memory, beside what else there is.
+"""The queues: publishing, reading, syncing, recovery and memory, compared with other queues.
 
     python -m benchmarks.queues [--quick] [--json]
 
-Contestants take turns, several rounds; a figure is the median, and a ratio is taken round by round
-between neighbours. Nothing here fails for being slow: targets are printed beside the figures.
+Contestants take turns in several rounds. A figure is the median; ratios are taken round by round.
+Targets are printed next to the figures. A missed target is not an error.
 """
 
 from __future__ import annotations
 
-from benchmarks import backlog, group_commit, proxy_memory, publishing, recovery, storing
+from benchmarks import (
+    backlog,
+    disk_writing,
+    group_commit,
+    proxy_memory,
+    publish_and_read,
+    recovery,
+)
 from benchmarks.command import main
 from benchmarks.effort import Effort
 from benchmarks.outcome import Outcome
@@ -17,7 +24,7 @@ from benchmarks.outcome import Outcome
 def run(effort: Effort) -> Outcome:
     """All measurements of the queues."""
     outcome = Outcome()
-    for part in (publishing, storing, backlog, group_commit, recovery, proxy_memory):
+    for part in (publish_and_read, disk_writing, backlog, group_commit, recovery, proxy_memory):
         outcome.add(part.run(effort))
     return outcome
 

@@ -1,7 +1,7 @@
-"""rsyslogd as a peer: a daemon with one ruleset behind a queue, fed over TCP.
+"""Runs rsyslogd for comparison: a daemon with one ruleset behind a queue, which receives by TCP.
 
-It is left at its default of never syncing its queue files and of writing their index only at the
-end, which is faster than what turnlane does and loses messages in a crash.
+It has its default settings: it never syncs its queue files, and writes their index only at the end.
+That is faster than turnlane's way, and loses messages in a crash.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ QUEUES = {
     DISK: 'queue.type="Disk" queue.size="100000000"',
     ASSISTED: 'queue.type="LinkedList" queue.size="50000" queue.lightDelayMark="0"',
 }
-"""A pure disk queue is bounded in messages too; imptcp is not slowed down by a delay mark."""
+"""A disk queue has a limit of messages, too. Without a delay mark, imptcp is not slowed down."""
 
 _CONFIG = """
 global(workDirectory="{place}")
@@ -35,34 +35,34 @@ ruleset(name="in" queue.filename="queue" queue.timeoutEnqueue="600000" {queue}) 
 
 
 def program() -> str | None:
-    """Where rsyslogd is, if it is installed."""
+    """Return the path of rsyslogd, if it is installed."""
     return shutil.which("rsyslogd", path="/usr/sbin:/usr/bin:/sbin:/bin")
 
 
 @contextlib.contextmanager
 def running(place: Path, kind: str, rules: str) -> Iterator[int]:
-    """A daemon with a queue of this kind in front of the rules; gives the port it listens on."""
-    port = _free_port()
+    """Run a daemon with a queue of this kind in front of the rules; yields its port."""
+    port = _find_free_port()
     config = place / "rsyslog.conf"
     config.write_text(_CONFIG.format(place=place, port=port, queue=QUEUES[kind], rules=rules))
     found = program()
-    assert found is not None, "asked for before"
+    assert found is not None, "the caller has checked that rsyslogd is installed"
     daemon = subprocess.Popen([found, "-n", "-f", str(config), "-i", str(place / "pid")])
     try:
-        _await_listener(port)
+        _wait_for_listener(port)
         yield port
     finally:
-        daemon.kill()  # what is left in its queue nobody wants
+        daemon.kill()  # The rest of its queue is not needed.
         daemon.wait()
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
-def _await_listener(port: int) -> None:
+def _wait_for_listener(port: int) -> None:
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A client that sends syslog over TCP as fast as it is taken, in a process of its own."""
+"""A process that sends syslog over TCP as fast as the receiver reads it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ for each in threads: each.start()
 for each in threads: each.join()
 print("done", flush=True)
 """
-"""Sends a file so many times over each of its connections, until the receiver closes them."""
+"""Sends a file ``repeats`` times over each connection; the receiver closes the connections."""
 
 
 class Sender:
-    """A process that is ready to send messages over and over, about ``events`` in all."""
+    """A process that is ready to send messages repeatedly, about ``events`` in total."""
 
     def __init__(self, place: Path, port: int, messages: Sequence[bytes], events: int) -> None:
         each = max(1, events // CONNECTIONS)
@@ -52,7 +52,7 @@ class Sender:
 
     @property
     def events(self) -> int:
-        """How many messages are sent in all."""
+        """The number of messages sent in total."""
         return len(self.messages) * self.times
 
     def _await(self, word: str) -> None:
@@ -66,13 +66,13 @@ class Sender:
         self._await("done")
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start to send; does not wait."""
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Let the process end, by force if the receiver is stuck."""
+        """Wait for the end of the process; kill it if the receiver hangs."""
         try:
             self._process.communicate(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -1,9 +1,9 @@
-"""Spark: the data source beside Spark's own, the whole pipeline beside rsyslog, lanes.
+"""Spark: the data source compared with Spark's own, the pipeline compared with rsyslog, lanes.
 
     python -m benchmarks.spark [--quick] [--json]
 
-One Spark session on two cores for all of it. What is measured is steady state: every measurement
-leaves out the batches in which Spark loads, compiles and starts things.
+All measurements share one Spark session on two cores. They measure the steady state: batches in
+which Spark loads and compiles code or starts processes do not count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from benchmarks import spark_idle, spark_lanes, spark_pipeline, spark_source, sp
 from benchmarks.command import main
 from benchmarks.effort import Effort
 from benchmarks.outcome import Outcome
-from benchmarks.piped import spark_session
+from benchmarks.pipeline_process import spark_session
 
 
 def run(effort: Effort) -> Outcome:

@@ -1,6 +1,6 @@
-"""A source for Spark in Python that reads nothing: what it gives was made before.
+"""A Spark source in Python that reads nothing: its rows were made before.
 
-No source in Python can be faster than this one on the same machine.
+No source in Python can be faster on the same machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from benchmarks.lines import log_lines
+from benchmarks.lines import make_log_lines
 from turnlane.events import block_of
 from turnlane.spark.options import ROWS_PER_BATCH
 
@@ -29,7 +29,7 @@ Offset = dict[str, int]
 
 
 class BareSource(DataSource):
-    """``events`` in all, ``batch`` of them at a time."""
+    """A source of ``events`` events in batches of ``batch``."""
 
     @classmethod
     def name(cls) -> str:
@@ -40,7 +40,7 @@ class BareSource(DataSource):
 
 
 class BareReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Counts events."""
+    """Counts the events that Spark has read."""
 
     def __init__(self, schema: StructType, events: int, batch: int) -> None:
         self._schema = schema
@@ -54,7 +54,7 @@ class BareReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """There is nothing to prepare."""
+        """Do nothing."""
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         del limit
@@ -76,8 +76,8 @@ class BareReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 @cache
 def _rows(schema: pa.Schema) -> pa.RecordBatch:
-    """One batch for all."""
-    lines = log_lines(ROWS_PER_BATCH, 100)
+    """Return the Arrow batch that all tasks yield."""
+    lines = make_log_lines(ROWS_PER_BATCH, 100)
     severities = [number % 8 for number in range(len(lines))]
     block = block_of(lines, severities=severities, sources=["10.0.0.1"] * len(lines))
     return block.select(schema.names).cast(schema)

@@ -1,4 +1,4 @@
-"""What lanes cost, and what a lane whose destination is dead costs the others."""
+"""The cost of lanes, and the cost of a lane with a dead destination for the others."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pyspark.sql import SparkSession
 
 import turnlane
 from benchmarks.effort import Effort
-from benchmarks.lines import syslog_messages
+from benchmarks.lines import make_syslog_messages
 from benchmarks.measure import SHORT_TURNS, Series, alternate
-from benchmarks.node_flight import BLOCK, flight_speed
-from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
-from benchmarks.piped import Piped, piped, size_of, wait_until
+from benchmarks.node_flight import BLOCK, measure_flight
+from benchmarks.outcome import Cell, Figure, Outcome, Table, make_figure
+from benchmarks.pipeline_process import RunningPipeline, get_size, run_pipeline, wait_until
 
 SIZE = 100
 COUNTS: tuple[int, ...] = (1, 2, 4, 8)
 HEALTHY = 2
 THIRD = "third"
-WELL, DEAD = "a third lane that is well", "a third lane that is dead"
+HEALTHY_THIRD, DEAD_THIRD = "with a healthy third lane", "with a dead third lane"
 
 
 def actions(paths: list[Path]) -> list[dict[str, Any]]:
-    """A lane for each file; every event goes into all of them."""
+    """Return an action for each file; every event goes into all files."""
     return [
         {
             "name": f"lane-{number}",
@@ -39,9 +39,9 @@ def actions(paths: list[Path]) -> list[dict[str, Any]]:
 
 
 def third(place: Path, *, is_dead: bool) -> dict[str, Any]:
-    """One more lane, which gets a sixth of the events.
+    """Return one more action, which gets a sixth of the events.
 
-    The output of one that is dead fails for ever: a file below a file.
+    If it is dead, its output always fails: its path is below a file.
     """
     obstacle = place / "obstacle"
     obstacle.touch()
@@ -50,15 +50,15 @@ def third(place: Path, *, is_dead: bool) -> dict[str, Any]:
     return {"name": THIRD, "filter": "severity <= 3", "queue": "disk", "output": output}
 
 
-def drain(running: Piped, paths: list[Path], events: int) -> float:
-    """Events a second from the first published until all are in every file."""
-    lines = syslog_messages(min(events, BLOCK), SIZE - 1)
+def drain(running: RunningPipeline, paths: list[Path], events: int) -> float:
+    """Return events per second from the first publish until all events are in every file."""
+    lines = make_syslog_messages(min(events, BLOCK), SIZE - 1)
     blocks = [turnlane.block_of(lines)] * max(1, events // len(lines))
     sent = len(lines) * len(blocks)
-    expected = {path: size_of(path) + sent * SIZE for path in paths}
+    expected = {path: get_size(path) + sent * SIZE for path in paths}
     started = time.perf_counter()
-    flight_speed(running.node, blocks)
-    wait_until(lambda: all(size_of(path) >= expected[path] for path in paths), "lines in files")
+    measure_flight(running.node, blocks)
+    wait_until(lambda: all(get_size(path) >= expected[path] for path in paths), "lines in files")
     return sent / (time.perf_counter() - started)
 
 
@@ -66,10 +66,10 @@ def drain(running: Piped, paths: list[Path], events: int) -> float:
 def lanes(
     effort: Effort, spark: SparkSession, count: int, *, third_is_dead: bool | None = None
 ) -> Iterator[Callable[[], float]]:
-    """So many lanes that have done a batch, beside a third that is dead, or well, or not there.
+    """Run ``count`` lanes, and perhaps one more lane that is dead or healthy.
 
-    Calling it takes a turn: events a second through them. They have a session of their own, for
-    in one session no two lanes have the same name.
+    Yields a function that measures one turn in events per second. The lanes have a session of
+    their own, because in one session all lanes need different names.
     """
     spark = spark.newSession()
     events = effort.events(500_000, 3_000_000)
@@ -78,43 +78,45 @@ def lanes(
         every = actions(paths)
         if third_is_dead is not None:
             every.append(third(place, is_dead=third_is_dead))
-        with piped(spark, place, {"main": {}, "parse": "syslog", "actions": every}) as running:
+        with run_pipeline(
+            spark, place, {"main": {}, "parse": "syslog", "actions": every}
+        ) as running:
             drain(running, paths, events // 3)
             if third_is_dead:
-                wait_until(lambda: is_suspended(running), "a lane that is known to be dead")
+                wait_until(lambda: is_suspended(running), "a suspended lane")
             yield partial(drain, running, paths, events)
 
 
-def is_suspended(running: Piped) -> bool:
-    """Whether it is known that the third lane's destination is dead."""
+def is_suspended(running: RunningPipeline) -> bool:
+    """Whether the third lane is suspended because its destination is dead."""
     return any(lane.suspended for lane in running.runner.status() if lane.name == THIRD)
 
 
 def run(effort: Effort, spark: SparkSession) -> Outcome:
-    """One turn for each number of lanes; several beside a third lane, well or dead."""
+    """Measure one turn for each number of lanes, and several turns with a third lane."""
     single = {}
-    for count in effort.unless_trial(COUNTS, COUNTS[:1]):
+    for count in effort.choose(COUNTS, COUNTS[:1]):
         with lanes(effort, spark, count) as turn:
             single[count] = turn()
-    healthy = effort.unless_trial(HEALTHY, 1)
-    rounds = effort.unless_trial(SHORT_TURNS * effort.rounds, 1)
+    healthy = effort.choose(HEALTHY, 1)
+    rounds = effort.choose(SHORT_TURNS * effort.rounds, 1)
     with (
         lanes(effort, spark, healthy, third_is_dead=False) as well,
         lanes(effort, spark, healthy, third_is_dead=True) as dead,
     ):
-        turns = alternate({WELL: well, DEAD: dead}, rounds)
+        turns = alternate({HEALTHY_THIRD: well, DEAD_THIRD: dead}, rounds)
     found = {name: Series(rates) for name, rates in turns.items()}
     return Outcome([_loss(found)], [_lanes_table(single), _dead_table(found)])
 
 
 def _loss(found: dict[str, Series]) -> Figure:
-    loss = found[DEAD].over(found[WELL]).map(lambda ratio: 100 * (1 - ratio))
+    loss = found[DEAD_THIRD].over(found[HEALTHY_THIRD]).map(lambda ratio: 100 * (1 - ratio))
     how = (
-        f"throughput that {HEALTHY} lanes to files lose if the output of a third one, which gets a "
-        "sixth of the events, fails for ever, as is known by then, against the same pipeline in "
-        "which it is well"
+        f"throughput that {HEALTHY} lanes to files lose if the output of a third lane, which gets "
+        "a sixth of the events, always fails and the lane is suspended, compared with a third lane "
+        "that works"
     )
-    return figure("dead_lane_loss_percent", loss, how, unit="%", at_most=5)
+    return make_figure("dead_lane_loss_percent", loss, how, unit="%", at_most=5)
 
 
 def _lanes_table(single: dict[int, float]) -> Table:
@@ -131,4 +133,4 @@ def _lanes_table(single: dict[int, float]) -> Table:
 
 def _dead_table(found: dict[str, Series]) -> Table:
     rows = {name: [Cell.of(series)] for name, series in found.items()}
-    return Table(f"{HEALTHY} lanes beside a third", "events/s", ("100 B",), rows)
+    return Table(f"{HEALTHY} lanes with a third lane", "events/s", ("100 B",), rows)

@@ -1,10 +1,10 @@
-"""The whole way, syslog over TCP to lines in files, beside rsyslogd with the same rules.
+"""From syslog over TCP to lines in files, compared with rsyslogd with the same rules.
 
-What is timed is from the first byte sent until the last line is in its file. Both write two files:
-``messages`` gets everything but debugging, ``errors`` the errors, each line as it came. turnlane
-syncs its main queue and both actions' queues; rsyslogd has one queue, which it does not sync, in
-front of both files. One pipeline runs all the time, as it would for months, and takes its turns:
-the first ones, in which Java compiles the code that Spark makes for it, do not count.
+The time starts with the first byte sent and ends when the last line is in its file. Both write two
+files, with each line as it arrived: ``messages`` without debug messages, and ``errors``. turnlane
+syncs its main queue and both actions' queues; rsyslogd has one queue in front of both files, which
+it does not sync. One pipeline runs all the time, as in production. Its first turns, in which Java
+compiles the code that Spark generates, do not count.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pyspark.sql import SparkSession
 
 from benchmarks import rsyslog
 from benchmarks.effort import Effort
-from benchmarks.lines import syslog_messages
+from benchmarks.lines import make_syslog_messages
 from benchmarks.measure import Series, alternate
-from benchmarks.outcome import Cell, Outcome, Table, figure
-from benchmarks.piped import MASTER, PATIENCE, piped, size_of, wait_until
+from benchmarks.outcome import Cell, Outcome, Table, make_figure
+from benchmarks.pipeline_process import MASTER, PATIENCE, get_size, run_pipeline, wait_until
 from benchmarks.rsyslog import ASSISTED, DISK
 from benchmarks.sender import Sender
 
@@ -34,15 +34,15 @@ TRIES = 3
 WARM_UPS = 2
 SMALL_WARM_UPS = 60
 SMALL = 20_000
-"""Before that, turns of so few events: Java compiles what is called often, and most of its code is
-called so many times a batch, however large that is. Full turns would take far longer to get there.
+"""The events of the first warm-up turns. Java compiles code that is called often, and most of its
+code is called as often in a small batch as in a large one. Full turns would take far longer.
 """
 FILES = {"messages": 6, "errors": 3}
-"""The files, and the least severe that goes into each."""
+"""The files, and the highest severity number that goes into each."""
 
 
 class Lines:
-    """The files that are written, and how much of what is sent belongs into each."""
+    """The files of a run, and the bytes that each is expected to have."""
 
     def __init__(self, place: Path) -> None:
         self.paths = {name: place / "out" / name for name in FILES}
@@ -50,37 +50,37 @@ class Lines:
         (place / "out").mkdir()
 
     def expect(self, messages: Sequence[bytes], times: int) -> None:
-        """So many more of these are being sent."""
+        """Expect these messages ``times`` more times."""
         severities = [int(message[1:4]) & 7 for message in messages]
         for name, most in FILES.items():
             events = sum(each <= most for each in severities) * times
             self._expected[name] += events * SIZE
 
-    def are_there(self) -> bool:
-        """Whether all of them are in the files."""
-        return all(size_of(self.paths[name]) >= each for name, each in self._expected.items())
+    def have_arrived(self) -> bool:
+        """Whether all expected lines are in the files."""
+        return all(get_size(self.paths[name]) >= each for name, each in self._expected.items())
 
 
 def rate(place: Path, port: int, lines: Lines, events: int, patience: float = PATIENCE) -> float:
-    """Events a second from the first byte to the last line in its file."""
-    messages = syslog_messages(20_000, SIZE - 1)
+    """Return events per second from the first byte to the last line in its file."""
+    messages = make_syslog_messages(20_000, SIZE - 1)
     with contextlib.closing(Sender(place, port, messages, events)) as sender:
         lines.expect(sender.messages, sender.times)
         started = time.perf_counter()
         sender.start()
-        wait_until(lines.are_there, "lines in files", patience)
+        wait_until(lines.have_arrived, "lines in files", patience)
         return sender.events / (time.perf_counter() - started)
 
 
-def rsyslog_events(effort: Effort, kind: str, events: int) -> float:
-    """Through rsyslogd. Its disk-assisted queue gets stuck now and then: that turn is repeated."""
+def measure_rsyslog(effort: Effort, kind: str, events: int) -> float:
+    """Measure rsyslogd. Its disk-assisted queue hangs sometimes: then the turn is repeated."""
     for _ in range(TRIES - 1):
         with contextlib.suppress(TimeoutError):
-            return _rsyslog_events(effort, kind, events)
-    return _rsyslog_events(effort, kind, events)
+            return _measure_rsyslog_once(effort, kind, events)
+    return _measure_rsyslog_once(effort, kind, events)
 
 
-def _rsyslog_events(effort: Effort, kind: str, events: int) -> float:
+def _measure_rsyslog_once(effort: Effort, kind: str, events: int) -> float:
     with effort.place() as place:
         lines = Lines(place)
         rules = "\n".join(
@@ -92,8 +92,8 @@ def _rsyslog_events(effort: Effort, kind: str, events: int) -> float:
             return rate(place, port, lines, events, STUCK_SECONDS)
 
 
-def sections(paths: dict[str, Path]) -> dict[str, Any]:
-    """The pipeline's configuration: synced queues, two lanes beside the main one."""
+def make_sections(paths: dict[str, Path]) -> dict[str, Any]:
+    """Return the pipeline's configuration: synced queues, the main lane and two others."""
     actions = [
         {
             "name": name,
@@ -111,27 +111,27 @@ INPUTS = [{"type": "syslog", "queue": "main", "tcp": "127.0.0.1:0"}]
 
 @contextlib.contextmanager
 def running(effort: Effort, spark: SparkSession, events: int) -> Iterator[Callable[[], float]]:
-    """A node and a pipeline that have been at it for a while; calling it takes a turn."""
+    """Run a node and a pipeline until they are warm; yields a function that measures a turn."""
     with effort.place() as place:
         lines = Lines(place)
-        with piped(spark, place, sections(lines.paths), INPUTS) as pipeline:
+        with run_pipeline(spark, place, make_sections(lines.paths), INPUTS) as pipeline:
             port = int(pipeline.node.inputs["syslog"].rpartition(":")[2])
             turn = partial(rate, place, port, lines, events)
-            for _ in range(effort.unless_trial(SMALL_WARM_UPS, 1)):
+            for _ in range(effort.choose(SMALL_WARM_UPS, 1)):
                 rate(place, port, lines, min(events, SMALL))
-            for _ in range(effort.unless_trial(WARM_UPS, 0)):
+            for _ in range(effort.choose(WARM_UPS, 0)):
                 turn()
             yield turn
 
 
 def run(effort: Effort, spark: SparkSession) -> Outcome:
-    """turnlane, and rsyslogd with both of its queues if it is installed."""
+    """Measure turnlane, and rsyslogd with both kinds of queues if it is installed."""
     events = effort.events(10_000_000, 20_000_000)
     with running(effort, spark, events) as turn:
         contestants = {OURS: turn}
         if rsyslog.program() is not None:
             for kind, less in ((ASSISTED, 1), (DISK, 10)):
-                contestants[kind] = partial(rsyslog_events, effort, kind, events // less)
+                contestants[kind] = partial(measure_rsyslog, effort, kind, events // less)
         found = alternate(contestants, effort.rounds)
     rates = {name: Series(each) for name, each in found.items()}
     return Outcome(_figures(rates), [_table(rates)], _remarks())
@@ -147,7 +147,7 @@ def _figures(found: dict[str, Series]) -> list[Any]:
         DISK: ("disk", "a disk main queue, not synced", 4),
     }
     return [
-        figure(
+        make_figure(
             f"pipeline_vs_rsyslog_{name}",
             found[OURS].over(found[kind]),
             how + what,
@@ -165,10 +165,11 @@ def _table(found: dict[str, Series]) -> Table:
         "events/s",
         (f"{SIZE} B",),
         {name: [Cell.of(series)] for name, series in found.items()},
-        "From the first byte sent until the last line is in its file, "
-        "turnlane with every queue synced.",
+        "From the first byte sent until the last line is in its file. turnlane syncs every queue.",
     )
 
 
 def _remarks() -> list[str]:
-    return [] if rsyslog.program() else ["rsyslogd is not installed: nothing to compare with."]
+    return (
+        [] if rsyslog.program() else ["There is no comparison with rsyslogd: it is not installed."]
+    )

@@ -1,9 +1,9 @@
-"""``format("turnlane")`` as a stream, beside Spark's own file streams over the same events.
+"""``format("turnlane")`` as a stream, compared with Spark's own file streams of the same events.
 
-Each stream reads all there is, the same columns, in batches of equal size, keeps the half that a
-filter lets through, and gives it to Spark's sink that throws rows away. A batch's time is what
-Spark says of it; the first batch of a query, which starts everything, is left out. Beside them runs
-a source that only hands over what it has: Spark's limit for all that are written in Python.
+Each stream reads all events with the same columns in batches of equal size. A filter keeps half of
+them, and Spark's sink ``noop`` drops them. Spark reports the time of each batch; the first batch of
+a query, which starts processes, does not count. Another contestant is a source that yields rows
+which it already has: no source in Python can be faster.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, SparkSession
 
 from benchmarks.effort import Effort
-from benchmarks.lines import log_lines
+from benchmarks.lines import make_log_lines
 from benchmarks.measure import Series, alternate
-from benchmarks.node_flight import BLOCK, flight_speed
-from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
-from benchmarks.piped import MASTER
-from benchmarks.served import Served, served
+from benchmarks.node_flight import BLOCK, measure_flight
+from benchmarks.node_process import NodeProcess, run_node
+from benchmarks.outcome import Cell, Figure, Outcome, Table, make_figure
+from benchmarks.pipeline_process import MASTER
 from benchmarks.spark_bare import NAME, BareSource
 from turnlane.events import Block, block_of
 
@@ -30,9 +30,9 @@ OURS, PARQUET, JSON = "turnlane", "Parquet files", "JSON lines"
 SMALL_PARQUET = "small Parquet files"
 BARE = "a source in Python that reads nothing"
 FILES = 4
-"""Files of a batch: two for each core."""
+"""The files of a batch: two for each core."""
 SMALL = 20
-"""How many small files are made of one."""
+"""The number of small files for one large file."""
 SCHEMA = "value string, timestamp timestamp, severity tinyint, source string"
 FILTER = "severity < 4"
 HOSTS = 200
@@ -42,15 +42,15 @@ START = 1_786_700_000_000_000
 Open = Callable[[], DataFrame]
 
 
-def written_parquet(place: Path, blocks: Sequence[Block]) -> None:
-    """A file for each block."""
+def write_parquet(place: Path, blocks: Sequence[Block]) -> None:
+    """Write a file for each block."""
     place.mkdir()
     for number, block in enumerate(blocks):
         pq.write_table(pa.table(_columns(block)), place / f"{number:05}.parquet")
 
 
-def written_json(spark: SparkSession, parquet: Path, place: Path) -> None:
-    """The same files as JSON, written by Spark."""
+def write_json(spark: SparkSession, parquet: Path, place: Path) -> None:
+    """Have Spark write the same files as JSON."""
     for path in sorted(parquet.iterdir()):
         made = spark.read.parquet(str(path)).coalesce(1)
         made.write.json(str(place / path.stem))
@@ -62,8 +62,8 @@ def _columns(block: Block) -> dict[str, pa.Array]:  # type: ignore[type-arg]
     return {**columns, "value": columns["value"].cast(pa.string())}
 
 
-def opened_queue(spark: SparkSession, node: Served, batch: int) -> DataFrame:
-    """The queue, which keeps its events."""
+def open_queue_stream(spark: SparkSession, node: NodeProcess, batch: int) -> DataFrame:
+    """Open the queue without settling its events."""
     options = {
         "endpoint": node.flight,
         "queue": "main",
@@ -74,21 +74,21 @@ def opened_queue(spark: SparkSession, node: Served, batch: int) -> DataFrame:
     return spark.readStream.format("turnlane").schema(columns).options(**options).load()
 
 
-def opened_bare(spark: SparkSession, events: int, batch: int) -> DataFrame:
-    """As much, of nowhere."""
+def open_bare_stream(spark: SparkSession, events: int, batch: int) -> DataFrame:
+    """Open the source that reads nothing."""
     options = {"events": str(events), "batch": str(batch)}
     columns = SCHEMA.replace("value string", "value binary")
     return spark.readStream.format(NAME).schema(columns).options(**options).load()
 
 
-def opened_files(spark: SparkSession, form: str, path: str, files: int = FILES) -> DataFrame:
-    """A folder, so many files at a time."""
+def open_file_stream(spark: SparkSession, form: str, path: str, files: int = FILES) -> DataFrame:
+    """Open a folder; a batch has ``files`` files."""
     reader = spark.readStream.format(form).schema(SCHEMA).option("maxFilesPerTrigger", files)
     return reader.load(path)
 
 
 def rate(open_stream: Open, place: Path) -> float:
-    """Events a second of all batches but the first."""
+    """Return events per second of all batches except the first."""
     writer = open_stream().where(FILTER).writeStream.format("noop")
     query = writer.trigger(availableNow=True).option("checkpointLocation", str(place)).start()
     query.awaitTermination()
@@ -97,23 +97,23 @@ def rate(open_stream: Open, place: Path) -> float:
     return sum(each.numInputRows for each in batches) / seconds
 
 
-def measured(effort: Effort, open_stream: Open) -> float:
-    """One turn, with a checkpoint of its own."""
+def measure_turn(effort: Effort, open_stream: Open) -> float:
+    """Measure one turn with a new checkpoint."""
     with effort.place() as place:
         return rate(open_stream, place / "checkpoint")
 
 
 def events(effort: Effort) -> list[Block]:
-    """A block for each file."""
+    """Return a block for each file."""
     batch = effort.events(800_000, 1_600_000)
-    count = batch * effort.unless_trial(4 if effort.quick else 6, 2)
-    lines = log_lines(batch // FILES, 100)
-    block = from_hosts(lines)
+    count = batch * effort.choose(4 if effort.quick else 6, 2)
+    lines = make_log_lines(batch // FILES, 100)
+    block = make_block_from_hosts(lines)
     return [block] * (count // len(lines))
 
 
-def from_hosts(lines: list[bytes]) -> Block:
-    """Lines as they come from some hosts: each at a time of its own."""
+def make_block_from_hosts(lines: list[bytes]) -> Block:
+    """Make a block of lines from several hosts, each with its own time."""
     numbers = range(len(lines))
     return block_of(
         lines,
@@ -124,24 +124,24 @@ def from_hosts(lines: list[bytes]) -> Block:
 
 
 def run(effort: Effort, spark: SparkSession) -> Outcome:
-    """All of them in turns, after a turn of each that does not count."""
+    """Measure all streams in turns, after a turn of each that does not count."""
     blocks = events(effort)
     batch = blocks[0].num_rows * FILES
-    with effort.place() as place, served(place, {"main": {}}) as node:
+    with effort.place() as place, run_node(place, {"main": {}}) as node:
         parquet, small, json = place / "parquet", place / "small", place / "json"
-        flight_speed(node, _pieces(blocks, BLOCK))
-        written_parquet(parquet, blocks)
-        written_parquet(small, _pieces(blocks, -(-blocks[0].num_rows // SMALL)))
-        written_json(spark, parquet, json)
+        measure_flight(node, _pieces(blocks, BLOCK))
+        write_parquet(parquet, blocks)
+        write_parquet(small, _pieces(blocks, -(-blocks[0].num_rows // SMALL)))
+        write_json(spark, parquet, json)
         spark.dataSource.register(BareSource)
         streams: dict[str, Open] = {
-            OURS: partial(opened_queue, spark, node, batch),
-            PARQUET: partial(opened_files, spark, "parquet", str(parquet)),
-            SMALL_PARQUET: partial(opened_files, spark, "parquet", str(small), FILES * SMALL),
-            JSON: partial(opened_files, spark, "json", str(json / "*")),
-            BARE: partial(opened_bare, spark, batch * len(blocks) // FILES, batch),
+            OURS: partial(open_queue_stream, spark, node, batch),
+            PARQUET: partial(open_file_stream, spark, "parquet", str(parquet)),
+            SMALL_PARQUET: partial(open_file_stream, spark, "parquet", str(small), FILES * SMALL),
+            JSON: partial(open_file_stream, spark, "json", str(json / "*")),
+            BARE: partial(open_bare_stream, spark, batch * len(blocks) // FILES, batch),
         }
-        turns = {name: partial(measured, effort, stream) for name, stream in streams.items()}
+        turns = {name: partial(measure_turn, effort, stream) for name, stream in streams.items()}
         if not effort.is_trial:
             alternate(turns, 1)
         found = {name: Series(rates) for name, rates in alternate(turns, effort.rounds).items()}
@@ -149,7 +149,7 @@ def run(effort: Effort, spark: SparkSession) -> Outcome:
 
 
 def _pieces(blocks: Sequence[Block], most: int) -> list[Block]:
-    """The same events in blocks of at most so many."""
+    """Split events into blocks of at most ``most`` events."""
     return [block.slice(at, most) for block in blocks for at in range(0, block.num_rows, most)]
 
 
@@ -165,7 +165,7 @@ def _figures(found: dict[str, Series], batch: int) -> list[Figure]:
         ("json", JSON, JSON, 3),
     ]
     figures = [
-        figure(
+        make_figure(
             f"source_vs_{short}",
             found[OURS].over(found[name]),
             f"{how}Spark's own stream of {what}",
@@ -174,7 +174,7 @@ def _figures(found: dict[str, Series], batch: int) -> list[Figure]:
         )
         for short, name, what, least in rivals
     ]
-    limit = figure("source_vs_bare", found[OURS].over(found[BARE]), f"{how}{BARE}", unit="×")
+    limit = make_figure("source_vs_bare", found[OURS].over(found[BARE]), f"{how}{BARE}", unit="×")
     return [*figures, limit]
 
 
@@ -185,5 +185,5 @@ def _table(found: dict[str, Series], batch: int) -> Table:
         ("100 B",),
         {name: [Cell.of(series)] for name, series in found.items()},
         f"Batches of {batch:,} events, filtered, to Spark's sink `noop`. A Parquet file has "
-        f"{batch // FILES:,} events, a small one {batch // FILES // SMALL:,}.",
+        f"{batch // FILES:,} events, a small Parquet file {batch // FILES // SMALL:,}.",
     )

@@ -1,4 +1,4 @@
-"""Queue tables: throughput beside others, lag, statements, shards, churn, on three databases.
+"""Queue tables on three databases: throughput, lag, statements, shards, churn, other queues.
 
 python -m benchmarks.table [--quick] [--json]
 """
@@ -18,10 +18,10 @@ def run(effort: Effort) -> Outcome:
     outcome = Outcome()
     with databases(effort) as urls, Producer() as producer:
         postgres = urls["PostgreSQL"]
-        outcome.add(table_throughput.beside_others(effort, postgres, producer))
+        outcome.add(table_throughput.compare_contestants(effort, postgres, producer))
         outcome.add(table_lag.run(effort, urls, producer))
         others = {name: url for name, url in urls.items() if url != postgres}
-        outcome.add(table_throughput.on_each_database(effort, others, producer))
+        outcome.add(table_throughput.measure_each_database(effort, others, producer))
         outcome.add(table_shards.run(effort, postgres, producer))
         outcome.add(table_churn.run(effort, postgres, producer))
     return outcome

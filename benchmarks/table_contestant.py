@@ -1,4 +1,4 @@
-"""What takes part in the comparison of queue tables, and turnlane's own."""
+"""The contestants of the comparison of queue tables: their interface, and turnlane."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from turnlane import table
 from turnlane.runtime import Closeable
 
 BATCH = 1_000
-"""Events to a transaction, where a user would batch by hand."""
+"""The events of a transaction if the user makes the batches."""
 
 
 QUEUE = "CREATE QUEUE {} (user_id BIGINT, payload VARCHAR(256)) SHARD BY (user_id)"
 
 
 def row(at: int) -> dict[str, Any]:
-    """An event of some 100 bytes."""
+    """Return an event of about 100 bytes."""
     return {"user_id": at, "payload": f"{at:0100}"}
 
 
@@ -35,15 +35,15 @@ class Done:
         self._stopped = threading.Event()
         self.count = 0
         self.ended_at = 0.0
-        """When the last one was acked, or stored if that is said; closing takes its own time."""
+        """When the last event was acked, or its ack stored; closing does not count."""
 
     @property
     def reached(self) -> bool:
-        """Whether that was all."""
+        """Whether all events are acked, or :meth:`stop` was called."""
         return self._stopped.is_set()
 
     def add(self, count: int) -> None:
-        """So many more."""
+        """Count further events."""
         with self._lock:
             self.count += count
             self._tell(self.count)
@@ -52,63 +52,63 @@ class Done:
                 self._stopped.set()
 
     def stored(self) -> None:
-        """The acks are stored only now."""
+        """Note that the acks are stored now."""
         self.ended_at = time.perf_counter()
 
     def stop(self) -> None:
-        """Let it be all."""
+        """End the measurement."""
         self._stopped.set()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until that was all, or the time is over."""
+        """Wait until the end, at most ``seconds``; returns whether it was reached."""
         return self._stopped.wait(seconds)
 
 
 class TableContestant(Closeable, abc.ABC):
-    """A queue in a database. Several may be open for the same one, in several processes."""
+    """A queue in a database. Several processes may open the same queue."""
 
     label: ClassVar[str]
     events: ClassVar[int]
-    """How many events make a measurement of about a second."""
+    """The events of a measurement; it takes about a second."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     @abc.abstractmethod
     def reset(self) -> None:
-        """Make its tables, empty."""
+        """Create its tables, or empty them."""
 
     @abc.abstractmethod
     def one(self, count: int) -> None:
-        """Enqueue events one by one, each committed."""
+        """Enqueue events one by one, each in a transaction."""
 
     @abc.abstractmethod
     def batch(self, first: int, count: int) -> None:
-        """Enqueue events in one transaction, the fastest way it has."""
+        """Enqueue events in one transaction, in the fastest way that the queue has."""
 
     @abc.abstractmethod
     def consume(self, receivers: int, done: Done) -> None:
-        """Receive events and settle them until ``done`` says that it is enough."""
+        """Receive and settle events until ``done`` is reached."""
 
 
 class Turnlane(TableContestant):
-    """Ours, on whatever database the address names."""
+    """A queue table of turnlane on the database of the address."""
 
     label = "turnlane"
     events = 40_000
     name: ClassVar[str] = "bench"
-    """Of the queue."""
+    """The name of the queue."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._database = table.connect(url)
         self._connection = self._database.connect()
         self.statements = 0
-        """Sent by the manager while it fired for the last :meth:`consume`."""
+        """The statements of the manager during the last :meth:`consume`."""
 
     @cached_property
     def queue(self) -> table.TableQueue:
-        """The queue; :meth:`reset` has made it."""
+        """The queue, which :meth:`reset` has created."""
         return self._database.queue(self.name)
 
     def reset(self) -> None:
@@ -134,7 +134,7 @@ class Turnlane(TableContestant):
 
 
 def received(receive: Callable[[str, int], table.Receiver], receivers: int, done: Done) -> None:
-    """Receive and ack with several receivers, a thread for each, until it is enough and stored."""
+    """Receive and ack with a thread for each receiver, until ``done`` and all acks are stored."""
     with contextlib.ExitStack() as stack:
         prefetch = max(BATCH, 4 * BATCH // receivers)
         opened = [stack.enter_context(receive("-", prefetch)) for _ in range(receivers)]

@@ -1,4 +1,4 @@
-"""Real databases to measure on: started for a run, gone with it."""
+"""Starts real databases for a run, and removes them afterwards."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.table.servers import MariadbServer, PostgresServer
 
 @contextlib.contextmanager
 def databases(effort: Effort) -> Iterator[dict[str, str]]:
-    """Addresses by the names of the databases; MariaDB only where it is installed."""
+    """Start the databases; yields their addresses by name. MariaDB only if it is installed."""
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(effort.place())
         for above in (place, *place.parents[:1]):
-            above.chmod(0o755)  # for the servers' own users
+            above.chmod(0o755)  # The servers run as other users.
         found = {}
         for name in ("postgres", "mariadb"):
             (place / name).mkdir(mode=0o755)

@@ -1,4 +1,4 @@
-"""How late events come: from due to received; and what a manager asks of the database."""
+"""The time from due to received, and the statements of a manager."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import time
 from typing import NamedTuple
 
 from benchmarks.effort import Effort
-from benchmarks.measure import Series, percentile
-from benchmarks.outcome import Cell, Outcome, Table, figure
+from benchmarks.measure import Series, get_percentile
+from benchmarks.outcome import Cell, Outcome, Table, make_figure
 from benchmarks.table_contestant import BATCH, Turnlane
 from benchmarks.table_producer import Job, Producer
 
 RATE = 1_000
-"""Events a second."""
+"""Events per second."""
 
 BACKLOG = 100_000
 SETTLED = 3.0
-"""Seconds after which a manager that has nothing to do has come to rest."""
+"""The seconds after which a manager without events is idle."""
 
 
 class Lags(NamedTuple):
-    """Milliseconds, and statements to an event."""
+    """Milliseconds of the median and the 99th percentile, and statements per event."""
 
     half: float
     most: float
     statements: float
 
 
-def at_a_rate(url: str, producer: Producer, count: int) -> Lags:
-    """Another process inserts one by one; every event is due when it is inserted."""
+def measure_at_rate(url: str, producer: Producer, count: int) -> Lags:
+    """Measure while another process inserts events one by one; each is due at once."""
     with Turnlane(url) as contestant:
         contestant.reset()
         with contestant.queue.receive() as receiver:
@@ -41,7 +41,7 @@ def at_a_rate(url: str, producer: Producer, count: int) -> Lags:
             lags: list[float] = []
             while len(lags) < count:
                 events = receiver.take()
-                # One machine: the database's clock is this one.
+                # The database runs on this machine and has the same clock.
                 now = time.time_ns()
                 lags += [(now - event.fire_at) / 1e6 for event in events]
                 receiver.ack(events)
@@ -50,11 +50,11 @@ def at_a_rate(url: str, producer: Producer, count: int) -> Lags:
             statements = (session.statements - before) / count
         contestant.queue.close()
     lags.sort()
-    return Lags(percentile(lags, 0.5), percentile(lags, 0.99), statements)
+    return Lags(get_percentile(lags, 0.5), get_percentile(lags, 0.99), statements)
 
 
-def at_once(url: str, count: int) -> Lags:
-    """All are due when the receiver comes."""
+def measure_backlog(url: str, count: int) -> Lags:
+    """Measure a backlog: all events are due when the receiver connects."""
     with Turnlane(url) as contestant:
         contestant.reset()
         for first in range(0, count, BATCH):
@@ -70,11 +70,11 @@ def at_once(url: str, count: int) -> Lags:
             receiver.flush()
             statements = session.statements / count
         contestant.queue.close()
-    return Lags(percentile(lags, 0.5), percentile(lags, 0.99), statements)
+    return Lags(get_percentile(lags, 0.5), get_percentile(lags, 0.99), statements)
 
 
 def idle(urls: dict[str, str], settled: float, seconds: float) -> dict[str, float]:
-    """Statements a second of managers whose queues stay empty, on all databases at once."""
+    """Return statements per second of managers with empty queues, on all databases at once."""
     with contextlib.ExitStack() as stack:
         sessions = {}
         for name, url in urls.items():
@@ -95,7 +95,7 @@ def idle(urls: dict[str, str], settled: float, seconds: float) -> dict[str, floa
 
 
 def run(effort: Effort, urls: dict[str, str], producer: Producer) -> Outcome:
-    """On every database; the figures are PostgreSQL's."""
+    """Measure every database; the figures are of PostgreSQL."""
     rows: dict[str, list[Cell | None]] = {}
     outcome = Outcome()
     count = max(100, round(RATE * effort.seconds(3.0, 20.0)))
@@ -104,13 +104,13 @@ def run(effort: Effort, urls: dict[str, str], producer: Producer) -> Outcome:
     for name, url in urls.items():
         rounds = effort.rounds if name == "PostgreSQL" else effort.few_rounds
         rated = [Series(each) for each in zip(*_repeat(url, producer, count, rounds), strict=True)]
-        backlog = at_once(url, effort.events(BACKLOG // 5, BACKLOG))
+        backlog = measure_backlog(url, effort.events(BACKLOG // 5, BACKLOG))
         single = [Series([each]) for each in (backlog.half, backlog.most, resting[name])]
         rows[name] = [Cell.of(each) for each in (*rated, *single)]
         if name == "PostgreSQL":
             outcome.figures += [
-                figure("lag_p99_ms", rated[1], LAG, unit="ms", at_most=20.0),
-                figure("idle_statements_per_s", single[2], IDLE, at_most=5.0),
+                make_figure("lag_p99_ms", rated[1], LAG, unit="ms", at_most=20.0),
+                make_figure("idle_statements_per_s", single[2], IDLE, at_most=5.0),
             ]
     columns = ("p50 ms", "p99 ms", "statements/event", "backlog p50 ms", "backlog p99 ms", "idle/s")
     outcome.tables.append(Table("From due to received", "", columns, rows, _note(effort)))
@@ -118,23 +118,24 @@ def run(effort: Effort, urls: dict[str, str], producer: Producer) -> Outcome:
 
 
 def _repeat(url: str, producer: Producer, count: int, rounds: int) -> list[Lags]:
-    return [at_a_rate(url, producer, count) for _ in range(rounds)]
+    return [measure_at_rate(url, producer, count) for _ in range(rounds)]
 
 
 LAG = (
-    "PostgreSQL; another process inserts 1,000 events a second, one by one, each due at once: 99th "
-    "percentile of the time from `fire_at`, which is before the commit, to `take()` returning it"
+    "PostgreSQL; another process inserts 1,000 events per second, one by one, each due at once: "
+    "99th percentile of the time from `fire_at`, which is before the commit, until `take()` "
+    "returns the event"
 )
 IDLE = (
-    "PostgreSQL; a receiver waits at an empty queue: statements that the manager's connection "
-    "sent, counted there, a second"
+    "PostgreSQL; a receiver waits for an empty queue: statements per second that the manager's "
+    "connection sends"
 )
 
 
 def _note(effort: Effort) -> str:
     backlog = effort.events(BACKLOG // 5, BACKLOG)
     return (
-        "At 1,000 inserts a second, one by one; statements are those of the manager's connection. "
-        f"Backlog: {backlog:,} events are due when the receiver comes, so its times are those of "
-        "draining it. Idle: statements a second at an empty queue."
+        "At 1,000 inserts per second, one by one. Statements of the manager's connection are "
+        f"counted. Backlog: {backlog:,} events are due when the receiver connects, so its times "
+        "include the time to drain it. Idle: statements per second with an empty queue."
     )

@@ -1,7 +1,7 @@
-"""Which layout a queue table should have: time first, or key space first.
+"""The two layouts of a queue table: time first, or key space first.
 
-``python -m benchmarks.table_layout URL`` fills a queue of either layout and drains it, turn by
-turn, and prints events a second for both ways.
+``python -m benchmarks.table_layout URL`` fills and drains a queue of each layout in turns, and
+prints events per second for both.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from turnlane import table
 from turnlane.databases import Connection
 
 ROWS = 1_000
-"""To a transaction."""
+"""The rows of a transaction."""
 
 
 class Speed(NamedTuple):
-    """Events a second."""
+    """Events per second."""
 
     enqueued: float
     drained: float
     statements: float
-    """To an event, while it drained."""
+    """Statements per event while the queue was drained."""
 
 
-def measured(database: table.Database, layout: str, events: int) -> Speed:
+def measure(database: table.Database, layout: str, events: int) -> Speed:
     database.sql("DROP QUEUE IF EXISTS layout_bench")
     database.sql(
         "CREATE QUEUE layout_bench (user_id BIGINT, payload VARCHAR(256)) SHARD BY (user_id) "
@@ -68,7 +68,7 @@ def drain(receiver: table.Receiver, events: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url", help="of a database that may be written to")
+    parser.add_argument("url", help="the address of a database for the test")
     parser.add_argument("--events", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -76,12 +76,12 @@ def main() -> None:
     with table.connect(options.url) as database:
         for _ in range(options.rounds):
             for layout, found in speeds.items():
-                found.append(measured(database, layout, options.events))
+                found.append(measure(database, layout, options.events))
     for layout, found in speeds.items():
         middle = Speed(*(statistics.median(each) for each in zip(*found, strict=True)))
         print(
             f"{layout:9} enqueue {middle.enqueued:9,.0f}/s   fire and ack {middle.drained:9,.0f}/s"
-            f"   {middle.statements:.4f} statements an event"
+            f"   {middle.statements:.4f} statements per event"
         )
 
 

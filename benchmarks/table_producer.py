@@ -1,4 +1,4 @@
-"""A process that enqueues while this one receives, as in real life."""
+"""A process that enqueues events while this process receives them."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ from benchmarks.table_contestant import BATCH, TableContestant
 from turnlane.runtime import Closeable
 
 AHEAD = 20_000
-"""The most events that wait: a queue that lives is short."""
+"""The most events that wait: a queue in use is short."""
 
 
 class Job(NamedTuple):
-    """What to enqueue."""
+    """The events to enqueue, and where."""
 
     contestant: Callable[[str], TableContestant]
     url: str
     events: int
-    """In batches; with a rate, one by one."""
+    """The number of events, in batches; with a rate, one by one."""
     per_second: float | None = None
 
 
 class Producer(Closeable):
-    """The process, kept for many jobs."""
+    """The process, which runs one job after another."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
-        self._received = context.Value("q", 0)
+        self._measure_receiving = context.Value("q", 0)
         self._stopped = context.Event()
         self._process = context.Process(
             target=_serve,
-            args=(theirs, self._received, self._stopped),
+            args=(theirs, self._measure_receiving, self._stopped),
             name="bench-producer",
             daemon=True,
         )
         self._process.start()
 
     def start(self, job: Job) -> None:
-        """Begin; returns once its connection is open."""
-        self._received.value = 0
+        """Start a job; returns when its connection is open."""
+        self._measure_receiving.value = 0
         self._stopped.clear()
         self._ours.send(job)
         assert self._ours.recv() == "ready"
         self._ours.send("go")
 
     def received(self, count: int) -> None:
-        """So many events are received by now."""
-        assert self._process.is_alive(), "the producer has died"
-        self._received.value = count
+        """Tell the process how many events are received."""
+        assert self._process.is_alive(), "the producer process has ended"
+        self._measure_receiving.value = count
 
     def stop(self) -> None:
-        """Let it enqueue no more."""
+        """End the job early."""
         self._stopped.set()
 
     def finish(self) -> float:
-        """Wait for the end; returns how many seconds it took."""
+        """Wait for the end of the job; returns its seconds."""
         took: float = self._ours.recv()
         return took
 

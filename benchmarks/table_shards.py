@@ -1,4 +1,4 @@
-"""A queue in 1, 2 and 4 shards: databases of one server, which share its machine."""
+"""A queue in 1, 2 and 4 shards: databases of one server on one machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVENTS = 20_000
 
 
 class Sharded(TableContestant):
-    """A queue over the databases whose addresses are given, a line for each."""
+    """A queue over several databases; ``url`` has a line for each address."""
 
     label = "turnlane, sharded"
     events = EVENTS
@@ -52,13 +52,13 @@ class Sharded(TableContestant):
 
 
 def run(effort: Effort, url: str, producer: Producer) -> Outcome:
-    """Sustained, with every number of shards, in turns."""
+    """Measure the sustained rate with every number of shards, in turns."""
     sustained = Sustained(effort, producer)
-    numbers = effort.unless_trial(list(RANGES), [2])
+    numbers = effort.choose(list(RANGES), [2])
     found: dict[int, list[float]] = {shards: [] for shards in numbers}
     for turn in range(effort.few_rounds):
         for shards in numbers:
-            urls = [_created(url, f"bench_{turn}_{shards}_{at}") for at in range(shards)]
+            urls = [_create_database(url, f"bench_{turn}_{shards}_{at}") for at in range(shards)]
             found[shards].append(sustained.rate(Sharded, "\n".join(urls), COMPARED))
     rows = {
         f"{shards} shards" if shards > 1 else "1 shard": [Cell.of(Series(rates))]
@@ -66,13 +66,13 @@ def run(effort: Effort, url: str, producer: Producer) -> Outcome:
     }
     note = (
         f"Sustained, {COMPARED} receivers. The shards are databases of one PostgreSQL on one "
-        "machine, with all managers in one process: what sharding costs, not what it brings."
+        "machine, and all managers run in one process: this shows the cost of shards, not the gain."
     )
     return Outcome(tables=[Table("Shards", "events/s", ["sustained"], rows, note)])
 
 
-def _created(url: str, name: str) -> str:
-    """Another database of the same server."""
+def _create_database(url: str, name: str) -> str:
+    """Create another database of the same server; returns its address."""
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(f'CREATE DATABASE "{name}"')
         return url.replace(f"/{connection.info.dbname}?", f"/{name}?", 1)

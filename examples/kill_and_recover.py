@@ -1,9 +1,9 @@
 """Kill a publisher half way, reopen its queue, and account for every event.
 
-A child process publishes events into a disk queue and tells this one, over a pipe, how many are
-persisted. Half way it is killed with SIGKILL, in the middle of whatever it is doing. This process
-then opens the same directory, publishes what is missing, reads everything back, and checks that
-each event came exactly once, in order, and that nothing reported as persisted was lost.
+A child process publishes events into a disk queue and reports, over a pipe, how many are persisted.
+When half of them are persisted, it is killed with SIGKILL. This process then opens the same
+directory, publishes the missing events, and reads all events back. It checks that each event
+arrives exactly once and in order, and that no event was lost that was reported as persisted.
 
     python examples/kill_and_recover.py [--events 1000000]
 """
@@ -37,19 +37,19 @@ BLOCK_EVENTS = 5_000
 FILLER = b"." * EVENT_BYTES
 
 
-def event(number: int) -> bytes:
-    """An event of 100 bytes that says which one it is."""
+def make_event(number: int) -> bytes:
+    """Return an event of 100 bytes that contains its number."""
     return (b"event %010d " % number + FILLER)[:EVENT_BYTES]
 
 
-def number_of(value: bytes) -> int | None:
-    """Which event it is; ``None`` if it is not as it was published."""
+def read_number(value: bytes) -> int | None:
+    """Return the number of an event; ``None`` if the event is damaged."""
     digits = value[6:16]
-    return int(digits) if digits.isdigit() and value == event(int(digits)) else None
+    return int(digits) if digits.isdigit() and value == make_event(int(digits)) else None
 
 
 def open_queue(path: Path) -> turnlane.Queue:
-    """The queue both processes use; synced often, so that the kill comes between two syncs."""
+    """Open the queue that both processes use; short sync intervals make the kill hit one."""
     return turnlane.open_queue(
         kind="disk",
         path=path,
@@ -63,7 +63,7 @@ def publish(producer: turnlane.Producer, first: int, end: int) -> None:
     """Publish events ``first`` to ``end - 1``, a block at a time."""
     for begin in range(first, end, BLOCK_EVENTS):
         numbers = range(begin, min(begin + BLOCK_EVENTS, end))
-        producer.publish_block(turnlane.block_of([event(number) for number in numbers]))
+        producer.publish_block(turnlane.block_of([make_event(number) for number in numbers]))
 
 
 # ── the process that gets killed ──────────────────────────────────────────────────────────────────
@@ -84,49 +84,49 @@ def publish_until_killed(path: Path, events: int) -> None:
         signal.pause()
 
 
-# ── the process that kills it and picks up the pieces ─────────────────────────────────────────────
+# ── the process that kills it and recovers ────────────────────────────────────────────────────────
 
 
 class Account:
-    """What became of the events."""
+    """Counts what happened to the events."""
 
     def __init__(self, events: int) -> None:
         self.events = events
-        self.promised = 0  # reported as persisted by the process that was killed
-        self.found = 0  # in the queue when it was opened again
+        self.promised = 0  # Reported as persisted by the killed process.
+        self.found = 0  # In the queue when it was opened again.
         self.arrived = 0
         self.repeated = 0
         self.damaged = 0
         self.out_of_order = 0
-        self._seen = bytearray(events)
+        self._arrived_numbers = bytearray(events)
         self._next = 0
 
-    def arrive(self, values: list[bytes]) -> None:
-        """Enter a batch that was read."""
+    def add_batch(self, values: list[bytes]) -> None:
+        """Count the events of a batch that was read."""
         self.arrived += len(values)
         for value in values:
-            number = number_of(value)
+            number = read_number(value)
             if number is None or number >= self.events:
                 self.damaged += 1
                 continue
-            self.repeated += self._seen[number]
-            self._seen[number] = 1
+            self.repeated += self._arrived_numbers[number]
+            self._arrived_numbers[number] = 1
             self.out_of_order += number != self._next
             self._next = number + 1
 
     @property
     def lost(self) -> int:
         """Events that never arrived."""
-        return self._seen.count(0)
+        return self._arrived_numbers.count(0)
 
     @property
     def lost_persisted(self) -> int:
-        """Events that were reported as persisted and were not there afterwards."""
+        """Events that were reported as persisted and are missing."""
         return max(0, self.promised - self.found)
 
     @property
     def adds_up(self) -> bool:
-        """Whether each event came exactly once, whole and in order."""
+        """Whether each event arrived exactly once, undamaged and in order."""
         wrong = (self.lost, self.lost_persisted, self.repeated, self.damaged, self.out_of_order)
         return self.arrived == self.events and not any(wrong)
 
@@ -136,18 +136,20 @@ def kill_half_way(path: Path, account: Account, bar: Progress, task: TaskID) -> 
     command = [sys.executable, __file__, "--child", str(path), "--events", str(account.events)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
-        for line in child.stdout:  # what it wrote before it died is still in the pipe
+        for line in child.stdout:  # Lines from before the kill are still in the pipe.
             account.promised = int(line)
             bar.update(task, completed=account.promised)
             if account.promised >= account.events // 2:
                 child.send_signal(signal.SIGKILL)
     bar.stop_task(task)
     if child.returncode != -signal.SIGKILL:
-        raise SystemExit(f"the publisher ended by itself, with status {child.returncode}")
+        raise SystemExit(
+            f"the publisher ended by itself with status {child.returncode}, before it was killed"
+        )
 
 
 def publish_rest(queue: turnlane.Queue, account: Account, bar: Progress, task: TaskID) -> None:
-    """Publish from the first missing event on, and wait until all of it is persisted."""
+    """Publish the missing events, and wait until they are persisted."""
     bar.update(task, total=account.events - account.found)
 
     def report(ack: turnlane.Ack) -> None:
@@ -166,13 +168,13 @@ def drain(queue: turnlane.Queue, account: Account, bar: Progress, task: TaskID) 
             batch = queue.get()
         except turnlane.QueueClosed:
             return
-        account.arrive(get_values([batch.block]))
+        account.add_batch(get_values([batch.block]))
         batch.done()
         bar.advance(task, len(batch))
 
 
 def run(path: Path, account: Account, console: Console) -> turnlane.Ledger:
-    """All of it; returns the queue's own ledger."""
+    """Run all steps; returns the queue's ledger."""
     columns = (
         TextColumn("{task.description:<26}"),
         BarColumn(),
@@ -198,8 +200,8 @@ def run(path: Path, account: Account, console: Console) -> turnlane.Ledger:
             return queue.stats().ledger
 
 
-def table_of(account: Account, *, adds_up: bool) -> Table:
-    """The account as a table."""
+def make_table(account: Account, *, adds_up: bool) -> Table:
+    """Make a table of the account."""
     table = Table(title="Every event accounted for" if adds_up else "It does not add up")
     table.add_column("events")
     table.add_column("", justify="right")
@@ -223,7 +225,7 @@ def table_of(account: Account, *, adds_up: bool) -> Table:
 
 
 def main() -> int:
-    """Run the demonstration; 0 if everything adds up."""
+    """Run the demonstration; returns 0 if all events are accounted for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--events", type=int, default=1_000_000)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -236,7 +238,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="turnlane-") as directory:
         ledger = run(Path(directory) / "queue", account, console)
     adds_up = account.adds_up and ledger.adds_up and ledger.delivered == account.events
-    console.print(table_of(account, adds_up=adds_up))
+    console.print(make_table(account, adds_up=adds_up))
     console.print(f"The queue's ledger: {ledger}", soft_wrap=True)
     return 0 if adds_up else 1
 

@@ -1,9 +1,9 @@
-"""The whole of turnlane in about a minute: syslog and HTTP in, lanes on Spark, a ledger at the end.
+"""turnlane in about a minute: events by syslog and HTTP, lanes on Spark, a ledger at the end.
 
-``turnlane run`` starts a node and a pipeline on local Spark. Log messages come in over TCP and
-HTTP. One lane keeps the important ones, one archives everything as Parquet, one counts with
-windowed SQL, and one has a destination that is dead for a while, which slows nobody down. At the
-end every event is accounted for, or the exit code is not zero.
+``turnlane run`` starts a node and a pipeline on local Spark. Log messages arrive over TCP and HTTP.
+One lane keeps important messages, one archives all messages as Parquet, and one counts them with
+windowed SQL. The destination of a fourth lane is down for a while, which does not slow the others.
+The exit code is 0 if every event is accounted for at the end.
 
     python examples/pipeline.py [--events 100000]
 """
@@ -33,7 +33,7 @@ from rich.table import Table
 import turnlane
 
 OVER_HTTP = 1_000
-"""Events that come by HTTP; the others come by TCP."""
+"""The events that are sent by HTTP; the others are sent by TCP."""
 PATIENCE = 240.0
 QUEUES = ("main", "alerts", "archive", "counts", "flaky")
 
@@ -42,14 +42,14 @@ Process = subprocess.Popen[str]
 console = Console()
 
 
-def message(number: int) -> bytes:
-    """A syslog message; every eighth is an error or worse."""
+def make_message(number: int) -> bytes:
+    """Return a syslog message; the severities 0 to 7 take turns."""
     return b"<%d>1 2026-11-16T08:00:00Z shop checkout - - - order %d" % (16 + number % 8, number)
 
 
-def configuration(place: Path) -> tuple[str, dict[str, int]]:
-    """The YAML file, and the ports in it."""
-    ports = {name: free_port() for name in ("flight", "http", "syslog", "web")}
+def make_configuration(place: Path) -> tuple[str, dict[str, int]]:
+    """Return the configuration as YAML, and the ports in it."""
+    ports = {name: find_free_port() for name in ("flight", "http", "syslog", "web")}
     text = f"""
 node:
   data: {place}/data
@@ -67,7 +67,7 @@ actions:
     output: {{type: file, path: {place}/out/alerts.jsonl}}
   - name: archive
     queue: disk
-    lane: {{min_events: 1}}  # it would wait ten minutes for enough to fill a file
+    lane: {{min_events: 1}}  # Otherwise it waits up to ten minutes to fill a file.
     output: {{type: spark, format: parquet, path: {place}/out/archive, columns: [message]}}
   - name: counts
     queue: disk
@@ -87,8 +87,8 @@ spark:
     return text, ports
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
+def find_free_port() -> int:
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port: int = found.getsockname()[1]
     return port
@@ -98,16 +98,16 @@ def free_port() -> int:
 
 
 def send_syslog(port: int, first: int, end: int) -> None:
-    """As any daemon does it: a connection, a message a line."""
+    """Send messages over TCP, as a syslog daemon does: one message in each line."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
         for at in range(first, end, 1000):
-            lines = [message(number) + b"\n" for number in range(at, min(end, at + 1000))]
+            lines = [make_message(number) + b"\n" for number in range(at, min(end, at + 1000))]
             connection.sendall(b"".join(lines))
 
 
 def send_http(port: int, first: int, end: int) -> None:
-    """A request of many lines; the answer comes when they are persisted."""
-    body = b"\n".join(message(number) for number in range(first, end))
+    """Send messages in one request; the answer arrives when they are persisted."""
+    body = b"\n".join(make_message(number) for number in range(first, end))
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/", body, {"Content-Type": "text/plain"}
     )
@@ -118,8 +118,8 @@ def send_http(port: int, first: int, end: int) -> None:
 # ── watching ─────────────────────────────────────────────────────────────────────────────────────
 
 
-class Watch:
-    """What the pipeline tells, and what the node's ledgers say."""
+class StatusDisplay:
+    """Shows the states of the lanes and the ledgers of the queues."""
 
     def __init__(self, url: str) -> None:
         self.lanes: dict[str, str] = {}
@@ -128,58 +128,58 @@ class Watch:
         self._client = turnlane.connect(url)
 
     def listen(self, lines: Iterator[str]) -> None:
-        """Take in what ``turnlane run --json`` prints."""
+        """Read the lines that ``turnlane run --json`` prints."""
         for line in lines:
-            told = json.loads(line)
-            if told["event"] == "lane":
-                self.lanes[told["name"]] = told["state"]
-                if why := told.get("suspended") or told.get("reason"):
-                    self.reasons[told["name"]] = why
-            elif told["event"] == "node" and told.get("state") == "ready":
+            report = json.loads(line)
+            if report["event"] == "lane":
+                self.lanes[report["name"]] = report["state"]
+                if why := report.get("suspended") or report.get("reason"):
+                    self.reasons[report["name"]] = why
+            elif report["event"] == "node" and report.get("state") == "ready":
                 self.ready.set()
 
-    def ledgers(self) -> dict[str, dict[str, Any]]:
-        """By queue; empty while the node cannot be asked."""
+    def get_ledgers(self) -> dict[str, dict[str, Any]]:
+        """Return the ledgers by queue; empty while the node does not answer."""
         try:
             stats = self._client.stats()
         except turnlane.RetryLater:
             return {}
         return {name: stats[name]["ledger"] for name in QUEUES if name in stats}
 
-    def table(self, note: str) -> Table:
-        """All of it."""
+    def make_table(self, note: str) -> Table:
+        """Make a table of queues and lanes."""
         table = Table(title=note, title_justify="left")
         table.add_column("queue and lane")
         for column in ("accepted", "delivered", "pending"):
             table.add_column(column, justify="right")
         table.add_column("lane")
-        for name, ledger in self.ledgers().items():
+        for name, ledger in self.get_ledgers().items():
             numbers = [f"{ledger[column]:,}" for column in ("accepted", "delivered", "pending")]
             table.add_row(name, *numbers, self.lanes.get(name, "starting"))
         return table
 
     def close(self) -> None:
-        """Let go of the node."""
+        """Close the connection to the node."""
         self._client.close()
 
 
 def wait(
-    live: Live, watch: Watch, process: Process, note: str, condition: Callable[[], bool]
+    live: Live, watch: StatusDisplay, process: Process, note: str, condition: Callable[[], bool]
 ) -> None:
-    """Show how it goes until the condition holds."""
+    """Show the status until the condition is true."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         if (code := process.poll()) is not None:
             raise SystemExit(f"turnlane run has ended with exit code {code}: {note}")
         if time.monotonic() > deadline:
-            raise SystemExit(f"gave up waiting: {note}")
-        live.update(watch.table(note))
+            raise SystemExit(f"not after {PATIENCE:.0f} s: {note}")
+        live.update(watch.make_table(note))
         time.sleep(0.25)
 
 
 @contextmanager
-def running(config: Path) -> Iterator[Process]:
-    """``turnlane run``, stopped at the end as Ctrl-C stops it."""
+def run_turnlane(config: Path) -> Iterator[Process]:
+    """Run ``turnlane run``; at the end, stop it as Ctrl-C does."""
     command = [sys.executable, "-m", "turnlane", "run", str(config), "--json"]
     log = config.with_name("run.log")
     with (
@@ -202,15 +202,15 @@ def running(config: Path) -> Iterator[Process]:
 # ── the account ──────────────────────────────────────────────────────────────────────────────────
 
 
-def numbers_in(path: Path) -> list[int]:
-    """The orders in a file of JSON lines."""
+def read_numbers(path: Path) -> list[int]:
+    """Return the numbers of the orders in a file of JSON lines."""
     return sorted(
         int(json.loads(line)["message"].split()[1]) for line in path.read_text().splitlines()
     )
 
 
-def outputs_add_up(out: Path, events: int) -> bool:
-    """Whether every destination has what it should have, each event once."""
+def check_outputs(out: Path, events: int) -> bool:
+    """Check that every destination has each of its events once."""
     archive = ds.dataset(out / "archive", exclude_invalid_files=True, format="parquet").to_table()
     texts: list[Any] = archive.column("message").to_pylist()
     archived = sorted(int(text.split()[1]) for text in texts)
@@ -219,10 +219,10 @@ def outputs_add_up(out: Path, events: int) -> bool:
         row = json.loads(line)
         counted[row["severity"]] = max(counted.get(row["severity"], 0), row["events"])
     checks = {
-        "alerts": numbers_in(out / "alerts.jsonl") == [n for n in range(events) if n % 8 <= 3],
+        "alerts": read_numbers(out / "alerts.jsonl") == [n for n in range(events) if n % 8 <= 3],
         "archive": archived == list(range(events)),
         "counts": sum(counted.values()) == events,
-        "flaky": numbers_in(out / "flaky" / "events.jsonl") == list(range(0, events, 8)),
+        "flaky": read_numbers(out / "flaky" / "events.jsonl") == list(range(0, events, 8)),
     }
     for name, right in checks.items():
         console.print(f"{'✓' if right else '✗'} {name}: {'each event once' if right else 'wrong'}")
@@ -230,20 +230,20 @@ def outputs_add_up(out: Path, events: int) -> bool:
 
 
 def demonstrate(place: Path, events: int) -> bool:
-    """Run it all; true if everything adds up."""
-    text, ports = configuration(place)
+    """Run the demonstration; returns whether every event is accounted for."""
+    text, ports = make_configuration(place)
     config = place / "demo.yaml"
     config.write_text(text)
     blocked = place / "out" / "flaky"
     blocked.parent.mkdir()
-    blocked.write_text("a file where a folder should be: the destination is dead")
-    watch = Watch(f"turnlane://127.0.0.1:{ports['flight']}")
+    blocked.write_text("a file in place of a folder: the destination is down")
+    watch = StatusDisplay(f"turnlane://127.0.0.1:{ports['flight']}")
 
-    def drained(*queues: str) -> bool:
-        ledgers = watch.ledgers()
+    def are_drained(*queues: str) -> bool:
+        ledgers = watch.get_ledgers()
         return all(ledgers.get(q, {}).get("accepted") and not ledgers[q]["pending"] for q in queues)
 
-    with running(config) as process, Live(console=console, refresh_per_second=4) as live:
+    with run_turnlane(config) as process, Live(console=console, refresh_per_second=4) as live:
         assert process.stdout is not None
         threading.Thread(target=watch.listen, args=(process.stdout,), daemon=True).start()
         wait(live, watch, process, "Starting a node and Spark", watch.ready.is_set)
@@ -251,23 +251,23 @@ def demonstrate(place: Path, events: int) -> bool:
         send_syslog(ports["syslog"], 0, split)
         send_http(ports["web"], split, events)
         healthy = ("main", "alerts", "archive", "counts")
-        note = f"{events:,} events sent; the destination of flaky is dead"
-        wait(live, watch, process, note, lambda: drained(*healthy) and "flaky" in watch.reasons)
+        note = f"{events:,} events sent; the destination of flaky is down"
+        wait(live, watch, process, note, lambda: are_drained(*healthy) and "flaky" in watch.reasons)
         blocked.unlink()
-        wait(live, watch, process, "The destination of flaky is back", lambda: drained("flaky"))
-        live.update(watch.table("All delivered"))
-        ledgers = watch.ledgers()
+        wait(live, watch, process, "The destination of flaky is back", lambda: are_drained("flaky"))
+        live.update(watch.make_table("All delivered"))
+        ledgers = watch.get_ledgers()
     console.print()
     watch.close()
     console.print(f"flaky had failed with: {watch.reasons['flaky']}", markup=False)
     adds_up = all(ledger["adds_up"] and not ledger["pending"] for ledger in ledgers.values())
     accepted = ledgers["main"]["accepted"] == events
     console.print(f"{'✓' if adds_up and accepted else '✗'} every ledger adds up")
-    return outputs_add_up(place / "out", events) and adds_up and accepted
+    return check_outputs(place / "out", events) and adds_up and accepted
 
 
 def main() -> None:
-    """Parse, run, tell."""
+    """Run the demonstration and report its result."""
     parser = argparse.ArgumentParser(description="Run a pipeline and account for every event.")
     parser.add_argument("--events", type=int, default=100_000)
     options = parser.parse_args()

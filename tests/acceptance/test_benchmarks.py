@@ -125,7 +125,7 @@ def test_the_report_shows_every_figure_and_table(
     missed = Figure("some_ratio", 0.5, 0.4, 0.6, "one / the other", at_least=0.7)
     table = Table("A race", "events/s", ["100 B"], {"tortoise": [Cell(2, 1, 3)], "hare": [None]})
 
-    text = report.page({"queues": Outcome([missed], [table])}, quick=True)
+    text = report.build_page({"queues": Outcome([missed], [table])}, quick=True)
 
     assert "| `some_ratio` | 0.5 | 0.4–0.6 | ≥ 0.7 ✗ | one / the other |" in text
     assert "| tortoise | 2 (1–3) |" in text

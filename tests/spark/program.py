@@ -60,7 +60,7 @@ class Program:
                 return said
 
     def hear(self) -> list[dict[str, Any]]:
-        """Return all reports so far."""
+        """Return all reports until now."""
         with contextlib.suppress(queue.Empty):
             while (said := self._said.get_nowait()) is not None:
                 self.heard.append(said)

@@ -1,4 +1,4 @@
-"""Several nodes: one that is away delays only its events, and each event arrives once."""
+"""Several nodes: a node that is away delays only its events, and each event arrives once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoints of an action's queries: one is in use, those of earlier queries are removed.
+"""The checkpoints of an action's queries: one is in use, earlier ones are removed.
 
 A checkpoint belongs to one query, named by a fingerprint: after a change of the SQL, the action has
 another query and another checkpoint. If the old query comes back later, its old checkpoint lacks

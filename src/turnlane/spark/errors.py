@@ -38,7 +38,7 @@ _SQL_STATE: Final = re.compile(r"(\s+SQLSTATE: \w{5})+$")
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return what is wrong, in one line.
+    """Return a description of the error in one line.
 
     For an error of Spark this is the exception of a Python function in it, or else its first line.
     For any other error it is the error itself, and the line of the user's module that raised it.

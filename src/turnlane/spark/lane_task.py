@@ -233,7 +233,7 @@ def run_steps(
     """
     result = StepResult(np.zeros(rows.num_rows, dtype=np.bool_))
     left = np.zeros(rows.num_rows, dtype=np.bool_)
-    """Rows that the steps of the current group could not deliver so far."""
+    """Rows that the steps of the current group could not deliver."""
     group_queue: str | None = None
 
     def add_to_queue(queue: str, mask: Mask) -> None:

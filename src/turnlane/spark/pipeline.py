@@ -484,7 +484,7 @@ class PipelineRunner:
         return None if self._is_stopping else self._plan
 
     def start(self, plan: PipelinePlan) -> None:
-        """Start a plan instead of the one that runs.
+        """Replace the running plan by this plan.
 
         The plan is checked first: if it cannot run, ``ConfigError`` is raised and the running plan
         continues. Lanes start at the cursors of their queues, so uncommitted events come again. No
@@ -504,7 +504,7 @@ class PipelineRunner:
             self._plan, self._pipeline, self._is_stopping = plan, pipeline, False
 
     def stop(self, timeout: float = 30.0) -> list[str]:
-        """Stop all lanes; returns those that have not ended in time.
+        """Stop all lanes; returns the lanes that have not ended in time.
 
         Uncommitted events stay in their queues.
         """

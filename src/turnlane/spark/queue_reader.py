@@ -150,7 +150,7 @@ class QueueScan:
         """Read the events of a range that are not settled, of which none may be missing.
 
         A query settles a batch only when it will never ask for it again. So a batch that is
-        repeated has the same rows, except those that another client has settled in between.
+        repeated has the same rows, without events that another client has settled in between.
         """
         queue, rows_per_batch = self._options.queue, self._options.rows_per_batch
         spans = self.nodes.find_unsettled(piece.node, queue, piece.first, piece.end)
@@ -225,8 +225,8 @@ def read_task_spans(
 ) -> Iterator[Block]:
     """Read the events of a lane's task.
 
-    The commit of the batch settles all of them, so every event must arrive, except those that
-    another client has settled in between. Raises ``RetryLater``.
+    The commit of the batch settles all of them, so every event must arrive, unless
+    another client has settled it in between. Raises ``RetryLater``.
     """
     columns = builder.queue_columns | {"key"} if task.parts > 1 else builder.queue_columns
     missing = RangeSet(task.spans)
@@ -454,7 +454,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Return where reading starts on nodes for which the checkpoint has no valid position.
 
         On a node that was added, and in a queue that was created again, it starts at the earliest
-        event, wherever the query began.
+        event, also if the query began at another offset.
         """
         offsets = position.offsets
         answered = {n: each for n, each in extents.items() if offsets.get(n) == UNKNOWN_POSITION}

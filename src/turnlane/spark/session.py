@@ -81,7 +81,7 @@ _INSTALL: Final = (
 
 
 class JavaMissing(Never):
-    """There is no Java, or an old one that Spark does not run on."""
+    """There is no Java, or it is too old for Spark."""
 
 
 def find_java() -> Path:

@@ -102,7 +102,7 @@ _TAG: Final = r"(?:([^\s:\[\x1f]{1,128})(?::(?=\s|\z)|\[([^\]\s\x1f]{0,128})\]:?
 _BSD: Final = (
     rf"(?s)\A(?:<[0-9]{{1,3}}> ?)?(?:{_CISCO}{_TIME}(?:: ?| |\z){_HOST})?(?<=.){_TAG}(.*)\z"
 )
-# The groups: first in the order of the pieces of RFC 5424, then those that only RFC 3164 has. A
+# The groups: first in the order of the pieces of RFC 5424, then groups that only RFC 3164 has. A
 # message with an origin has no host.
 _BSD_PIECES: Final = _CUT.join(
     ("", "$2", "$1$9", "$10", "$11", "", "$4", "$5", "$3$6", "$7", "$8", "$12")
@@ -200,7 +200,7 @@ def _read_priority() -> Column:
 
 
 def _split_text() -> Column:
-    # A text that starts with the separator would look like one that was matched.
+    # A text that starts with the separator would look like a matched text.
     return (
         F.when(F.col("_modern"), F.split("_text", " ", 7))
         .when(F.startswith("_text", F.lit(_CUT)), None)

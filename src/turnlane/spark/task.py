@@ -1,7 +1,7 @@
 """Writing tasks: a task stages its rows on the nodes, and the driver commits all stages at once.
 
 A stage is on a node's disk, but not in its queue, until the driver commits it. So a batch is in the
-queues as a whole or not at all, whatever happens to its tasks. :class:`QueueTask` is the task of a
+queues as a whole or not at all, even if tasks fail. :class:`QueueTask` is the task of a
 user's query; lanes have ``lane_task.LaneTask`` and ``by_reference.CopyTask``.
 """
 

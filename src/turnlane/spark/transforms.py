@@ -211,7 +211,7 @@ def _get_version(module: ModuleType) -> _FileVersion | None:
 
 # ── SQL ──
 # `data:http.status::int` reads a value from JSON. Spark's cast of such a value fails if the value
-# does not fit, whatever the settings: one event whose status is no number would stop the lane,
+# does not fit, with any settings: one event whose status is no number would stop the lane,
 # again at each restart. So casts of values in JSON are rewritten to `try_cast`, which returns null.
 
 _WORD: Final = r"(?:[A-Za-z_]\w*|`[^`]+`)"

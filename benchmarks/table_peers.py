@@ -1,4 +1,4 @@
-"""What else a Python user can have on PostgreSQL, each used as its manual says."""
+"""Other queues for Python on PostgreSQL, each used as its manual says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psycopg
 from benchmarks.table_contestant import BATCH, Done, TableContestant, row
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of their dependencies
+    warnings.simplefilter("ignore")  # Warnings of their dependencies.
     import asyncpg
     import pgqueuer
     import procrastinate
@@ -27,8 +27,8 @@ logging.getLogger("pgqueuer").setLevel(logging.ERROR)
 class SkipLocked(TableContestant):
     """Written by hand with psycopg: 1,000 due events are claimed, then deleted.
 
-    Two transactions for each batch, because a claim that is not committed holds its rows only as
-    long as the connection lives and tells nobody how often an event was tried.
+    Each batch takes two transactions: a claim that is not committed ends with the connection, and
+    other processes do not see how often an event was tried.
     """
 
     label = "SKIP LOCKED by hand"
@@ -92,7 +92,7 @@ class SkipLocked(TableContestant):
 
 
 class PgQueuer(TableContestant):
-    """PgQueuer with asyncpg, its fastest driver; 100 jobs to a dequeue."""
+    """PgQueuer with asyncpg, its fastest driver; 100 jobs in a dequeue."""
 
     label = "pgqueuer"
     events = 5_000
@@ -150,12 +150,12 @@ class PgQueuer(TableContestant):
         self._run(self._connection.close())
         self._loop.close()
 
-    def _run(self, work: Any) -> Any:  # noqa: ANN401 - whatever it returns
+    def _run(self, work: Any) -> Any:  # noqa: ANN401 - of any type
         return self._loop.run_until_complete(work)
 
 
 class Procrastinate(TableContestant):
-    """Procrastinate with psycopg; done jobs are deleted, as the others do."""
+    """Procrastinate with psycopg; finished jobs are deleted, as with the others."""
 
     label = "procrastinate"
     events = 300

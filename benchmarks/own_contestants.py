@@ -1,4 +1,4 @@
-"""turnlane's own contestants: the memory and the disk kind, with their default settings."""
+"""The contestants of turnlane: memory and disk queues with their default settings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import turnlane
 from benchmarks.contestant import Contestant
 
 READ_BATCH = 50_000
-"""Events of a batch when a backlog is read: the setting for throughput."""
+"""The events of a batch when a backlog is read: a setting for throughput."""
 
 
 class Turnlane(Contestant):
-    """A queue of the kind that a subclass says."""
+    """A queue; the subclass chooses its kind."""
 
     events = 100_000
 
@@ -41,7 +41,7 @@ class Turnlane(Contestant):
 
 
 class Memory(Turnlane):
-    """The memory kind, with room for everything."""
+    """A memory queue with room for all events."""
 
     label = "turnlane memory"
 
@@ -56,7 +56,7 @@ class Memory(Turnlane):
 
 
 class Disk(Turnlane):
-    """The disk kind, synced every second."""
+    """A disk queue that is synced every second."""
 
     label = "turnlane disk"
 
@@ -65,12 +65,12 @@ class Disk(Turnlane):
         return {"kind": "disk", "path": directory / "queue", "dequeue_batch_size": READ_BATCH}
 
     def secure(self) -> None:
-        # One last event whose publisher waits: when it is persisted, everything before it is.
+        # The publisher of this last event waits: when it is persisted, all events before it are.
         self.queue.producer(ack="persisted").publish(b"the end")
 
 
 class DiskValues(Disk):
-    """The same, with every value made a Python object on reading."""
+    """A disk queue whose reader makes a Python object of every value."""
 
     label = "turnlane disk, values as bytes"
 
@@ -83,7 +83,7 @@ class DiskValues(Disk):
 
 
 class AlwaysDisk(Disk):
-    """The disk kind with ``durability: always``, its publishers waiting for the sync."""
+    """A disk queue with ``durability: always`` whose publishers wait for the sync."""
 
     label = "turnlane disk, always"
 

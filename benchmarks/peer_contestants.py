@@ -1,4 +1,4 @@
-"""What a Python user has today, each used as its manual says, and the bare file under them all."""
+"""Other queues for Python, each used as its manual says, and a bare file for comparison."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import persistqueue
 from benchmarks.contestant import Contestant
 
 TRANSACTION = 1_000
-"""Events of a transaction, or of a read, where a user would batch by hand."""
+"""The events of a transaction or a read if the user makes the batches."""
 
 
 class BareFile(Contestant):
-    """A file that is appended to with one ``write`` a call, synced once at the end."""
+    """A file with one ``write`` for each call and one sync at the end."""
 
     label = "bare file"
     events = 50_000
@@ -41,7 +41,7 @@ class BareFile(Contestant):
 
 
 class SyncedFile(BareFile):
-    """One ``write`` and one ``fdatasync`` for each event."""
+    """A file with one ``write`` and one ``fdatasync`` for each event."""
 
     label = "bare file, synced each time"
 
@@ -72,9 +72,9 @@ class StandardQueue(Contestant):
 
 
 class PersistFile(Contestant):
-    """persist-queue's file queue. ``autosave`` says when a ``get`` is saved; a put always is.
+    """persist-queue's file queue. With ``autosave`` it saves every ``get``; it saves every put.
 
-    It syncs a chunk when that is full, and its position never.
+    It syncs a chunk when the chunk is full. It never syncs its position.
     """
 
     label = "persist-queue, file"
@@ -102,7 +102,7 @@ class PersistFile(Contestant):
 
 
 class PersistFileAutosave(PersistFile):
-    """The same with ``autosave``: its safest setting."""
+    """persist-queue's file queue with ``autosave``, its safest setting."""
 
     label = "persist-queue, file, autosave"
     autosave = True
@@ -131,9 +131,10 @@ class PersistSqlite(Contestant):
 
 
 class Sqlite(Contestant):
-    """A table in WAL mode by hand, ``synchronous=NORMAL``, a transaction for every 1,000 events.
+    """A hand-written table in WAL mode, ``synchronous=NORMAL``, 1,000 events in a transaction.
 
-    A commit then survives the process; a power cut may undo the last ones, as with ``interval``.
+    A commit survives the end of the process. A power cut may undo the last commits, as with
+    ``interval``.
     """
 
     label = "SQLite WAL by hand"

@@ -1,4 +1,4 @@
-"""The disk kind against the bare file system: the same bytes, the same pieces, the same syncs."""
+"""Disk queues compared with a bare file: the same bytes, the same writes, the same syncs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 
 import turnlane
 from benchmarks.effort import Effort
-from benchmarks.lines import in_blocks, log_lines
-from benchmarks.measure import SHORT_TURNS, Series, alternate, undisturbed
-from benchmarks.outcome import Cell, Outcome, Table, figure
-from benchmarks.publishing import BLOCK, SIZES
+from benchmarks.lines import make_log_lines, split_into_blocks
+from benchmarks.measure import SHORT_TURNS, Series, alternate, freeze_gc
+from benchmarks.outcome import Cell, Outcome, Table, make_figure
+from benchmarks.publish_and_read import BLOCK, SIZES
 from turnlane.events import Block
 from turnlane.storage.disk_io import Buffers, Disk
 
 SYNC = -1
-"""Stands in a trace for a sync; other numbers are the bytes of a write."""
+"""The number of a sync in a trace; other numbers are the bytes of a write."""
 
 
 class TracingDisk(Disk):
-    """A real disk that notes the writes and syncs of chunk files, for the bare file to repeat."""
+    """A real disk that records the writes and syncs of chunk files; the bare file repeats them."""
 
     def __init__(self) -> None:
         self.trace: list[int] = []
@@ -54,14 +54,14 @@ class TracingDisk(Disk):
 
 @dataclass
 class Recording:
-    """What the queue wrote last: the bare file writes it after it."""
+    """The bytes and the trace of the last queue; the bare file writes the same."""
 
     stored: bytes = b""
     trace: list[int] = field(default_factory=list)
 
 
 class Speed(NamedTuple):
-    """Bytes of chunk files a second, and events a second."""
+    """Bytes of chunk files per second, and events per second."""
 
     bytes: float
     events: float
@@ -72,7 +72,7 @@ Publish = Callable[[turnlane.Queue, Sequence[Any]], None]
 
 @dataclass(frozen=True)
 class Task:
-    """What is written, how, and with which settings."""
+    """The events to write, the function that publishes them, and the queue's settings."""
 
     work: Sequence[Any]
     publish: Publish
@@ -80,7 +80,7 @@ class Task:
 
 
 def publish_until_persisted(queue: turnlane.Queue, blocks: Sequence[Block]) -> None:
-    """Blocks, and one last event whose publisher waits for the sync."""
+    """Publish blocks, and a last event whose publisher waits for the sync."""
     producer = queue.producer()
     for block in blocks:
         producer.publish_block(block)
@@ -88,7 +88,7 @@ def publish_until_persisted(queue: turnlane.Queue, blocks: Sequence[Block]) -> N
 
 
 def publish_until_acked(queue: turnlane.Queue, work: Sequence[Block | bytes]) -> None:
-    """Blocks or single values, until the callback has heard that all are persisted."""
+    """Publish blocks or single values, until the callback knows that all are persisted."""
     expected = sum(1 if isinstance(each, bytes) else each.num_rows for each in work)
     heard = 0
     complete = threading.Event()
@@ -115,7 +115,7 @@ def write_queue(effort: Effort, task: Task, kept: Recording) -> Speed:
         queue = turnlane.open_queue(
             kind="disk", path=path, max_bytes="16Gi", disk=disk, **task.knobs
         )
-        with undisturbed():
+        with freeze_gc():
             started = time.perf_counter()
             task.publish(queue, task.work)
             seconds = time.perf_counter() - started
@@ -143,7 +143,7 @@ def write_bare(effort: Effort, kept: Recording) -> Speed:
 
 
 class Comparison(NamedTuple):
-    """Bytes/s of the queue and of the bare file, and the queue's events/s."""
+    """Bytes/s of the queue and of the bare file, and events/s of the queue."""
 
     own: Series
     bare: Series
@@ -151,12 +151,12 @@ class Comparison(NamedTuple):
 
     @property
     def ratio(self) -> Series:
-        """Round by round."""
+        """The ratio of queue and bare file, round by round."""
         return self.own.over(self.bare)
 
     @property
     def row(self) -> list[Cell | None]:
-        """For a table with :data:`COLUMNS`."""
+        """A row of a table with :data:`COLUMNS`."""
         megabytes = [each.map(lambda speed: speed / 1e6) for each in (self.own, self.bare)]
         return [Cell.of(each) for each in (*megabytes, self.ratio, self.events)]
 
@@ -181,44 +181,43 @@ def compare_writing(effort: Effort, task: Task, rounds: int) -> Comparison:
 
 
 def worst(comparisons: Sequence[Comparison]) -> Series:
-    """The lowest of the ratios."""
+    """Return the lowest of the ratios."""
     return min((each.ratio for each in comparisons), key=lambda ratio: ratio.median)
 
 
 # ── with the disk synced every second ─────────────────────────────────────────────────────────────
 
 _SAME = (
-    "a bare file that gets the same stored bytes in the same writes, with a sync wherever the "
-    "queue synced a chunk"
+    "a bare file that gets the same stored bytes in the same writes, with a sync where the queue "
+    "synced a chunk"
 )
 
 
-def writing(effort: Effort) -> Outcome:
+def measure_writing(effort: Effort) -> Outcome:
     found: dict[str, list[Comparison]] = {"none": [], "auto": []}
     rows = {}
     for compression, comparisons in found.items():
         for name, size in SIZES.items():
-            lines = log_lines(effort.events(100_000_000 // size, 500_000_000 // size), size)
-            work = [turnlane.block_of(values) for values in in_blocks(lines, BLOCK)]
+            lines = make_log_lines(effort.events(100_000_000 // size, 500_000_000 // size), size)
+            work = [turnlane.block_of(values) for values in split_into_blocks(lines, BLOCK)]
             task = Task(work, publish_until_persisted, {"compression": compression})
             comparisons.append(compare_writing(effort, task, effort.rounds + 2))
             rows[f"{name}, compression {compression}"] = comparisons[-1].row
     how = (
-        "blocks of 1,000 events, `interval`, {}, until all is synced / " + _SAME + "; the worse of "
-        "100 B and 1 KB"
+        "blocks of 1,000 events, `interval`, {}, until all events are synced / " + _SAME + "; the "
+        "worse of 100 B and 1 KB"
     )
     note = (
-        "Blocks of 1,000, `durability: interval`, until everything is persisted. The bare file is "
-        + _SAME
-        + "; the journal is the queue's own expense. With `auto`, the default, the queue "
-        "compresses where it believes that to be faster; the bare file then gets the compressed "
-        "bytes for nothing, so events/s is what to look at."
+        "Blocks of 1,000 events, `durability: interval`, until all events are persisted. The bare "
+        "file is " + _SAME + "; it has no journal. With `auto`, the default, the queue compresses "
+        "if it expects to be faster. The bare file then gets bytes that are compressed already, so "
+        "compare events/s."
     )
     plain, default = how.format("`compression: none`"), how.format("default settings")
     return Outcome(
         [
-            figure("disk_write_ratio", worst(found["none"]), plain, at_least=0.7),
-            figure("disk_write_auto_ratio", worst(found["auto"]), default),
+            make_figure("disk_write_ratio", worst(found["none"]), plain, at_least=0.7),
+            make_figure("disk_write_auto_ratio", worst(found["auto"]), default),
         ],
         [Table("Disk kind: writing", "", COLUMNS, rows, note)],
     )
@@ -230,15 +229,15 @@ def writing(effort: Effort) -> Outcome:
 _FIGURED = "blocks of 1,000"
 
 
-def synced_writing(effort: Effort) -> Outcome:
-    # In fewer, what is measured is the moment before the first write, not the writing: until then
-    # the publisher has Python's lock most of the time.
-    lines = log_lines(effort.events(1_000_000, 2_000_000), 100)
+def measure_synced_writing(effort: Effort) -> Outcome:
+    # With fewer events, the time before the first write would dominate: until then the publisher
+    # has Python's lock most of the time.
+    lines = make_log_lines(effort.events(1_000_000, 2_000_000), 100)
     some = lines[: effort.events(200_000, 1_000_000)]
     works: dict[str, Sequence[Any]] = {
         "single events, one thread": lines[: effort.events(50_000)],
-        "blocks of 100": [turnlane.block_of(values) for values in in_blocks(some, 100)],
-        _FIGURED: [turnlane.block_of(values) for values in in_blocks(lines, BLOCK)],
+        "blocks of 100": [turnlane.block_of(values) for values in split_into_blocks(some, 100)],
+        _FIGURED: [turnlane.block_of(values) for values in split_into_blocks(lines, BLOCK)],
     }
     knobs = {"durability": "always", "compression": "none"}
     rounds = dict.fromkeys(works, effort.few_rounds)
@@ -249,7 +248,7 @@ def synced_writing(effort: Effort) -> Outcome:
     }
     how = (
         "`always`, `compression: none`, 100-byte events in blocks of 1,000 from one thread, with "
-        "ack callbacks, until all are acked `persisted` / " + _SAME
+        "ack callbacks, until all events are acked as `persisted` / " + _SAME
     )
     note = (
         "`durability: always`, ack callbacks, 100-byte events, until the last ack. The bare file "
@@ -257,13 +256,13 @@ def synced_writing(effort: Effort) -> Outcome:
     )
     rows = {name: each.row for name, each in found.items()}
     return Outcome(
-        [figure("synced_write_ratio", found[_FIGURED].ratio, how, at_least=0.7)],
+        [make_figure("synced_write_ratio", found[_FIGURED].ratio, how, at_least=0.7)],
         [Table("Disk kind: synced writing with ack callbacks", "", COLUMNS, rows, note)],
     )
 
 
 def run(effort: Effort) -> Outcome:
-    """All of it."""
-    outcome = writing(effort)
-    outcome.add(synced_writing(effort))
+    """Run both comparisons."""
+    outcome = measure_writing(effort)
+    outcome.add(measure_synced_writing(effort))
     return outcome

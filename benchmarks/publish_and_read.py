@@ -1,4 +1,4 @@
-"""Publishing and reading, beside what a Python user has today."""
+"""Publishing and reading, compared with other queues for Python."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import NamedTuple
 import turnlane
 from benchmarks.contestant import Contestant
 from benchmarks.effort import Effort
-from benchmarks.lines import in_blocks, log_lines
-from benchmarks.measure import Series, alternate, undisturbed
-from benchmarks.ours import Disk, DiskValues, Memory, Turnlane
-from benchmarks.outcome import Cell, Figure, Outcome, Table, figure
-from benchmarks.peers import BareFile, PersistFile, PersistSqlite, Sqlite, StandardQueue
+from benchmarks.lines import make_log_lines, split_into_blocks
+from benchmarks.measure import Series, alternate, freeze_gc
+from benchmarks.outcome import Cell, Figure, Outcome, Table, make_figure
+from benchmarks.own_contestants import Disk, DiskValues, Memory, Turnlane
+from benchmarks.peer_contestants import BareFile, PersistFile, PersistSqlite, Sqlite, StandardQueue
 
 SIZES = {"100 B": 100, "1 KB": 1_000}
 BLOCK = 1_000
@@ -25,7 +25,7 @@ Kind = type[Contestant]
 
 
 class Timing(NamedTuple):
-    """Seconds an event: until the last call returned, and until everything was safe."""
+    """Seconds per event: until the last call returned, and until all events were on the disk."""
 
     called: float
     safe: float
@@ -35,12 +35,12 @@ Measurement = Callable[[Effort, Kind, int], Timing]
 Timings = Mapping[str, Sequence[Timing]]
 
 
-def one_by_one(effort: Effort, kind: Kind, size: int) -> Timing:
-    lines = log_lines(_events(effort, kind, size), size)
+def publish_one_by_one(effort: Effort, kind: Kind, size: int) -> Timing:
+    lines = make_log_lines(_events(effort, kind, size), size)
     with effort.place() as directory:
         contestant = kind(directory, len(lines))
         put = contestant.put
-        with undisturbed():
+        with freeze_gc():
             started = time.perf_counter()
             for line in lines:
                 put(line)
@@ -48,25 +48,25 @@ def one_by_one(effort: Effort, kind: Kind, size: int) -> Timing:
 
 
 def blocks(effort: Effort, kind: Kind, size: int) -> Timing:
-    lines = log_lines(_block_events(effort, kind, size), size)
+    lines = make_log_lines(_block_events(effort, kind, size), size)
     with effort.place() as directory:
         contestant = kind(directory, len(lines))
         assert isinstance(contestant, Turnlane)
         publish = contestant.producer.publish_block
-        ready = [turnlane.block_of(values) for values in in_blocks(lines, BLOCK)]
-        with undisturbed():
+        ready = [turnlane.block_of(values) for values in split_into_blocks(lines, BLOCK)]
+        with freeze_gc():
             started = time.perf_counter()
             for block in ready:
                 publish(block)
             return _finish(contestant, started, len(lines))
 
 
-def blocks_from_bytes(effort: Effort, kind: Kind, size: int) -> Timing:
-    lines = log_lines(_block_events(effort, kind, size), size)
+def publish_blocks_from_bytes(effort: Effort, kind: Kind, size: int) -> Timing:
+    lines = make_log_lines(_block_events(effort, kind, size), size)
     with effort.place() as directory:
         contestant = kind(directory, len(lines))
-        grouped = in_blocks(lines, BLOCK)
-        with undisturbed():
+        grouped = split_into_blocks(lines, BLOCK)
+        with freeze_gc():
             started = time.perf_counter()
             for values in grouped:
                 contestant.put_block(values)
@@ -78,12 +78,12 @@ def _events(effort: Effort, kind: Kind, size: int) -> int:
 
 
 def _block_events(effort: Effort, kind: Kind, size: int) -> int:
-    """Blocks are quick: as many bytes as half a million events of 100 bytes."""
+    """Return how many events to publish in blocks: more than one by one, because it is fast."""
     return effort.events(5 * kind.events * 100 // size)
 
 
-def from_threads(effort: Effort, kind: Kind, size: int) -> Timing:
-    lines = log_lines(_events(effort, kind, size), size)
+def publish_from_threads(effort: Effort, kind: Kind, size: int) -> Timing:
+    lines = make_log_lines(_events(effort, kind, size), size)
     shares = [lines[number::THREADS] for number in range(THREADS)]
     with effort.place() as directory:
         contestant = kind(directory, len(lines))
@@ -94,7 +94,7 @@ def from_threads(effort: Effort, kind: Kind, size: int) -> Timing:
         ]
         for thread in threads:
             thread.start()
-        with undisturbed():
+        with freeze_gc():
             start.wait()
             started = time.perf_counter()
             for thread in threads:
@@ -111,13 +111,13 @@ def _put_all(
 
 
 def reading(effort: Effort, kind: Kind, size: int) -> Timing:
-    """What was just published is taken and settled; the disk kind still has it in memory."""
-    lines = log_lines(_events(effort, kind, size), size)
+    """Take and settle events that were just published; a disk queue has them in memory."""
+    lines = make_log_lines(_events(effort, kind, size), size)
     with effort.place() as directory:
         contestant = kind(directory, len(lines))
-        for values in in_blocks(lines, BLOCK):
+        for values in split_into_blocks(lines, BLOCK):
             contestant.put_block(values)
-        with undisturbed():
+        with freeze_gc():
             started = time.perf_counter()
             contestant.drain(len(lines))
             elapsed = (time.perf_counter() - started) / len(lines)
@@ -133,22 +133,22 @@ def _finish(contestant: Contestant, started: float, events: int) -> Timing:
     return Timing(called / events, safe / events)
 
 
-# ── what is compared with what ────────────────────────────────────────────────────────────────────
+# ── comparisons ────────────────────────────────────────────────────────────────────
 
 
 def run(effort: Effort) -> Outcome:
-    """All of it."""
+    """Run all comparisons."""
     outcome = Outcome()
     singles = _compare(
         effort,
-        one_by_one,
+        publish_one_by_one,
         (Memory, Disk, BareFile, StandardQueue, PersistFile, PersistSqlite, Sqlite),
     )
     ready = _compare(effort, blocks, (Memory, Disk))
-    given = _compare(effort, blocks_from_bytes, (Memory, Disk, BareFile, Sqlite))
+    given = _compare(effort, publish_blocks_from_bytes, (Memory, Disk, BareFile, Sqlite))
     threads = _compare(
         effort,
-        from_threads,
+        publish_from_threads,
         (Memory, Disk, StandardQueue, PersistFile, PersistSqlite, Sqlite),
         figured=(),
     )
@@ -175,13 +175,14 @@ def run(effort: Effort) -> Outcome:
 
 
 _SAFE = (
-    "Until the last call returned, and `safe`: until everything was on the disk, with one last "
-    "sync for the bare file, persist-queue and SQLite as for turnlane. SQLite commits "
-    "1,000 events at a time with `synchronous=NORMAL`; persist-queue syncs as it likes."
+    "Until the last call returned. `safe`: until all events were on the disk, with a last sync for "
+    "the bare file, persist-queue and SQLite, as for turnlane. SQLite commits 1,000 events at a "
+    "time with `synchronous=NORMAL`. persist-queue decides itself when it syncs."
 )
 _READ = (
-    "Events published just before; turnlane in batches of 10,000, SQLite 1,000 a transaction, the "
-    "others one by one. turnlane hands out Arrow blocks; one row has every value made an object."
+    "The events were published just before. turnlane reads batches of 10,000 events, SQLite 1,000 "
+    "in a transaction, the others one by one. turnlane returns Arrow blocks; in the row `values as "
+    "bytes` every value becomes a Python object."
 )
 
 
@@ -232,36 +233,38 @@ def _worse(timings: Timings, part: Callable[[Sequence[Timing]], Series]) -> Seri
 
 def _publish_one(timings: Timings) -> Figure:
     how = (
-        "`publish()` of 100-byte events from one thread, the worse of the memory kind and the "
-        "disk kind with `interval`, whose writer works meanwhile"
+        "`publish()` of 100-byte events from one thread; the worse of a memory queue and a disk "
+        "queue with `interval`, which writes at the same time"
     )
-    return figure("publish_one_us", _worse(timings, _called), how, unit="µs/event", at_most=2)
+    return make_figure("publish_one_us", _worse(timings, _called), how, unit="µs/event", at_most=2)
 
 
 def _publish_block(timings: Timings) -> Figure:
     how = (
-        "`publish_block()` of ready-made 1,000-event blocks, 100-byte events, one thread, the "
-        "worse of memory and disk with `interval`; for the disk until the last event is synced, "
-        "since its memory would hide the writing"
+        "`publish_block()` of ready-made blocks of 1,000 events, 100-byte events, one thread; the "
+        "worse of a memory queue and a disk queue with `interval`; for the disk queue until the "
+        "last event is synced, because its buffer would hide the time for writing"
     )
-    return figure("publish_block_us", _worse(timings, _safe), how, unit="µs/event", at_most=0.3)
+    return make_figure(
+        "publish_block_us", _worse(timings, _safe), how, unit="µs/event", at_most=0.3
+    )
 
 
 def _versus_persist_queue(timings: Timings) -> Figure:
     ratio = _safe(timings[PersistFile.label]).over(_safe(timings[Disk.label]))
     how = (
-        "100-byte events one by one until safe: the disk kind with `interval` against "
-        "persist-queue's file queue, `autosave` off"
+        "100-byte events one by one until all are on the disk: a disk queue with `interval` / "
+        "persist-queue's file queue without `autosave`"
     )
-    return figure("vs_persist_queue", ratio, how, unit="×", at_least=1)
+    return make_figure("vs_persist_queue", ratio, how, unit="×", at_least=1)
 
 
 def _versus_sqlite(timings: Timings) -> Figure:
     ratio = _safe(timings[Sqlite.label]).over(_safe(timings[Disk.label]))
     how = (
-        "100-byte events from Python bytes in blocks of 1,000 until safe: the disk kind with "
-        "`interval` against SQLite in WAL mode, `executemany` of 1,000 a transaction, "
-        "`synchronous=NORMAL`. Either keeps all but the last moments through a power cut, and "
+        "100-byte events from Python bytes in blocks of 1,000 until all are on the disk: a disk "
+        "queue with `interval` / SQLite in WAL mode, `executemany` of 1,000 events in a "
+        "transaction, `synchronous=NORMAL`. After a power cut, both lack at most the last moments; "
         "both are synced at the end"
     )
-    return figure("vs_sqlite", ratio, how, unit="×", at_least=1)
+    return make_figure("vs_sqlite", ratio, how, unit="×", at_least=1)

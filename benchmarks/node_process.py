@@ -1,4 +1,4 @@
-"""A node in a process of its own, as a user runs it."""
+"""Runs a node in a process of its own, as users do."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.resident import own_bytes
+from benchmarks.process_memory import get_own_bytes
 
 CONFIG = "node.yaml"
-"""The file that the node was given, in its directory."""
+"""The configuration file of the node, in its directory."""
 
 
 @dataclass(frozen=True)
-class Served:
+class NodeProcess:
     """A running node."""
 
     pid: int
@@ -29,21 +29,21 @@ class Served:
     """The address that paths are appended to."""
     inputs: Mapping[str, Any]
 
-    def resident_bytes(self) -> int:
-        """What it has in memory for itself."""
-        return own_bytes(self.pid)
+    def get_own_bytes(self) -> int:
+        """Return the private bytes of the process."""
+        return get_own_bytes(self.pid)
 
 
 @contextmanager
-def served(
+def run_node(
     directory: Path,
     queues: Mapping[str, Mapping[str, Any]],
     inputs: list[dict[str, Any]] | None = None,
     pipeline: Mapping[str, Any] | None = None,
-) -> Iterator[Served]:
-    """Run ``turnlane serve`` with these queues; at the end it is stopped in order.
+) -> Iterator[NodeProcess]:
+    """Run ``turnlane serve`` with these queues, and stop it at the end.
 
-    ``pipeline`` are further sections of the configuration, whose queues it has, too.
+    ``pipeline`` has further sections of the configuration, whose queues the node gets, too.
     """
     config = directory / CONFIG
     values = {
@@ -56,7 +56,7 @@ def served(
         "inputs": inputs or [],
         **(pipeline or {}),
     }
-    config.write_text(json.dumps(values))  # which is YAML, too
+    config.write_text(json.dumps(values))  # JSON is YAML.
     command = [sys.executable, "-m", "turnlane", "serve", str(config), "--json"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -64,7 +64,7 @@ def served(
         assert process.stdout is not None
         about = json.loads(process.stdout.readline())
         try:
-            yield Served(process.pid, about["flight"], about["http"], about["inputs"])
+            yield NodeProcess(process.pid, about["flight"], about["http"], about["inputs"])
         finally:
             process.send_signal(signal.SIGTERM)
             try:

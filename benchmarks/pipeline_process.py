@@ -1,4 +1,4 @@
-"""A pipeline on Spark with a node in a process of its own, as ``turnlane run`` has them."""
+"""Runs a pipeline on Spark, and its node in another process, as ``turnlane run`` does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from benchmarks.served import CONFIG, Served, served
+from benchmarks.node_process import CONFIG, NodeProcess, run_node
 from turnlane.cli.spark_session import start_session
 from turnlane.config import load
 from turnlane.pipeline.settings import SparkSettings
@@ -25,16 +25,16 @@ LOOK_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
-class Piped:
+class RunningPipeline:
     """A running pipeline."""
 
-    node: Served
+    node: NodeProcess
     runner: PipelineRunner
 
 
 @contextmanager
 def spark_session() -> Iterator[SparkSession]:
-    """The session of ``turnlane run``, on two cores. All measurements share it: it is warm soon."""
+    """Open the session of ``turnlane run`` on two cores; all measurements share it."""
     os.environ["PYSPARK_PYTHON"] = sys.executable
     spark = start_session(SparkSettings(master=MASTER))
     try:
@@ -44,14 +44,14 @@ def spark_session() -> Iterator[SparkSession]:
 
 
 @contextmanager
-def piped(
+def run_pipeline(
     spark: SparkSession,
     place: Path,
-    sections: Mapping[str, Any],
+    make_sections: Mapping[str, Any],
     inputs: list[dict[str, Any]] | None = None,
-) -> Iterator[Piped]:
-    """Run a pipeline; ``sections`` are those of its configuration."""
-    with served(place, {}, inputs, sections) as node:
+) -> Iterator[RunningPipeline]:
+    """Run a pipeline with these sections of a configuration."""
+    with run_node(place, {}, inputs, make_sections) as node:
         config = load(place / CONFIG)
         settings = config.pipeline()
         assert settings is not None
@@ -59,22 +59,22 @@ def piped(
         access = {"endpoint": node.flight}
         runner.start(PipelinePlan(settings, config.knobs(), access, place / "checkpoints"))
         try:
-            yield Piped(node, runner)
+            yield RunningPipeline(node, runner)
         finally:
             runner.stop()
 
 
-def wait_until(is_so: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
-    """Look again and again, closely; raises if it takes very long."""
+def wait_until(condition: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
+    """Poll a condition at short intervals. Raises ``TimeoutError`` after ``patience`` seconds."""
     deadline = time.monotonic() + patience
-    while not is_so():
+    while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not in {patience:.0f} s: {what}")
+            raise TimeoutError(f"{what}: not after {patience:.0f} s")
         time.sleep(LOOK_SECONDS)
 
 
-def size_of(path: Path) -> int:
-    """The bytes in a file; none if it is not there yet."""
+def get_size(path: Path) -> int:
+    """Return the bytes of a file; 0 if it does not exist yet."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
