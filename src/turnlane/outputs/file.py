@@ -14,15 +14,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import re
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, ClassVar, Final, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Self
 
 import pyarrow as pa
 from pydantic import Field, model_validator
@@ -34,6 +35,7 @@ from turnlane.formats.lines import join_lines
 from turnlane.logs import get_logger
 from turnlane.outputs.api import Output, OutputSettings
 from turnlane.runtime import start_thread
+from turnlane.storage.disk_io import Disk
 from turnlane.units import Size
 from turnlane.validation import ConfigIssue, ContradictorySettings
 
@@ -54,12 +56,6 @@ _SUFFIX: Final = rf"(?:\.([0-9]+))?({'|'.join(map(re.escape, ENDINGS.values()))}
 """What may follow a file's name: the number of a full file, and the ending of a compressed one."""
 
 
-def find_unknown_directives(path: Path) -> list[str]:
-    """Return the directives of a path that are not allowed."""
-    letters = _DIRECTIVE.findall(str(path))
-    return [f"%{each}" for each in letters if each not in {*DIRECTIVES, "%"}]
-
-
 class OldFile(NamedTuple):
     """A file that is no longer written to. Sorts by age."""
 
@@ -75,8 +71,8 @@ class FileNamePattern:
 
     def __init__(self, path: Path) -> None:
         self._text = str(path)
-        self._parts = path.parts
-        self._name = re.compile(_make_regex(self._parts[-1]) + _SUFFIX)
+        self._glob = _translate_directives(self._text, glob.escape) + "*"
+        self._regex = re.compile(_translate_directives(self._text, re.escape) + _SUFFIX)
         self.has_time = "%" in self._text.replace("%%", "")
 
     def get_path(self, time: datetime) -> Path:
@@ -85,8 +81,9 @@ class FileNamePattern:
 
     def get_numbered_path(self, path: Path) -> Path:
         """Return the name that a full file gets: with the next number."""
-        pattern = re.compile(re.escape(path.name) + _SUFFIX)
-        matches = map(pattern.fullmatch, _list_names(path.parent))
+        pattern = re.compile(re.escape(str(path)) + _SUFFIX)
+        paths = glob.glob(glob.escape(str(path)) + "*")  # noqa: PTH207 - may be absolute
+        matches = map(pattern.fullmatch, paths)
         number = 1 + max((int(match[1] or 0) for match in matches if match), default=0)
         return path.with_name(f"{path.name}.{number}")
 
@@ -96,47 +93,24 @@ class FileNamePattern:
         ``get_current`` is called last, because another file may become the current one in between.
         """
         files = []
-        for path in self._find_files():
-            match = self._name.fullmatch(path.name)
-            assert match is not None
+        paths = glob.glob(self._glob)  # noqa: PTH207 - may be absolute
+        for match in filter(None, map(self._regex.fullmatch, paths)):
+            path = Path(match[0])
             with contextlib.suppress(FileNotFoundError):  # another task has removed it
                 written = path.stat().st_mtime_ns
                 files.append(OldFile(written, int(match[1] or 0), path, match[2] is not None))
         current = get_current()
         return sorted(each for each in files if each.path != current)
 
-    def _find_files(self) -> Iterator[Path]:
-        folders = [Path()]
-        for part in self._parts[:-1]:
-            folders = [path for folder in folders for path in _find_folders(folder, part)]
-        for folder in folders:
-            names = _list_names(folder)
-            yield from (folder / name for name in names if self._name.fullmatch(name))
 
-
-def _find_folders(folder: Path, part: str) -> list[Path]:
-    if "%" not in part:
-        return [folder / part]
-    pattern = re.compile(_make_regex(part))
-    return [folder / name for name in _list_names(folder) if pattern.fullmatch(name)]
-
-
-def _make_regex(part: str) -> str:
-    """Return a regular expression for the names that a part of a path can become."""
-    text, *others = _DIRECTIVE.split(part)  # text and directive alternate
-    expression = re.escape(text)
+def _translate_directives(path: str, escape: Callable[[str], str]) -> str:
+    """Return a regular expression or a glob pattern for the paths that a path can become."""
+    text, *others = _DIRECTIVE.split(path)  # text and directive alternate
+    pattern = escape(text)
     for directive, following in zip(others[::2], others[1::2], strict=True):
-        digits = DIRECTIVES.get(directive)
-        expression += f"[0-9]{{{digits}}}" if digits else "%"
-        expression += re.escape(following)
-    return expression
-
-
-def _list_names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        pattern += "[0-9]" * DIRECTIVES[directive] if directive in DIRECTIVES else "%"
+        pattern += escape(following)
+    return pattern
 
 
 class OldFileCleaner(NamedTuple):
@@ -162,8 +136,14 @@ class OldFileCleaner(NamedTuple):
             log.warning("file.cleanup_failed", path=get_current(), error=error, hint=hint)
 
     def _compress(self, path: Path) -> None:
-        with open_locked(path) as source:
-            if source is None:
+        """Replace a file by a compressed one, unless another task has done it."""
+        try:
+            source = path.open("rb")
+        except FileNotFoundError:
+            return
+        with source:
+            fcntl.flock(source, fcntl.LOCK_EX)  # the lock of its writers
+            if not is_file_at(source.fileno(), path):
                 return
             ending = ENDINGS[self.compress]
             target = path.with_name(path.name + ending)
@@ -171,36 +151,19 @@ class OldFileCleaner(NamedTuple):
                 # The file of another time, or of a killed task: it must not be overwritten.
                 path = path.rename(self.names.get_numbered_path(path))
                 target = path.with_name(path.name + ending)
-            _write_compressed(source, target, self.compress)
+            # The compressed file appears in one step, and is synced before the source is removed.
+            unfinished = target.with_name(f".{target.name}.unfinished")
+            compression: Any = self.compress
+            stream: Any = pa.CompressedOutputStream(str(unfinished), compression)
+            with stream:
+                shutil.copyfileobj(source, stream, 1 << 20)
+            status = os.fstat(source.fileno())
+            os.utime(unfinished, ns=(status.st_atime_ns, status.st_mtime_ns))
+            with unfinished.open("rb") as written:
+                os.fsync(written.fileno())
+            unfinished.rename(target)
             path.unlink()
-            sync_folder(path.parent)
-
-
-def _write_compressed(source: IO[bytes], target: Path, compression: Any) -> None:  # noqa: ANN401
-    """Create the compressed file in one step, and sync it: the source is removed afterwards."""
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    with unfinished.open("wb") as raw:
-        stream: Any = pa.CompressedOutputStream(raw, compression)
-        with stream:
-            shutil.copyfileobj(source, stream, 1 << 20)
-    status = os.fstat(source.fileno())
-    os.utime(unfinished, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with unfinished.open("rb") as written:
-        os.fsync(written.fileno())
-    unfinished.rename(target)
-
-
-@contextlib.contextmanager
-def open_locked(path: Path) -> Iterator[IO[bytes] | None]:
-    """Open a file for reading, with the lock of its writers; ``None`` if the file is gone."""
-    try:
-        source = path.open("rb")
-    except FileNotFoundError:
-        yield None
-        return
-    with source:
-        fcntl.flock(source, fcntl.LOCK_EX)
-        yield source if is_file_at(source.fileno(), path) else None
+            Disk().sync_directory(path.parent)
 
 
 def is_file_at(fd: int, path: Path) -> bool:
@@ -209,15 +172,6 @@ def is_file_at(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
         return False
-
-
-def sync_folder(folder: Path) -> None:
-    """Return once the names in a folder are on the device."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # ── the output ───────────────────────────────────────────────────────────────────────────────────
@@ -278,8 +232,9 @@ class FileOutputSettings(OutputSettings):
     def _check_rotation(self) -> Self:
         allowed = ", ".join(f"%{letter}" for letter in DIRECTIVES)
         issues = [
-            ConfigIssue("path", f"{each} is not supported; use {allowed}")
-            for each in find_unknown_directives(self.path)
+            ConfigIssue("path", f"%{letter} is not supported; use {allowed}")
+            for letter in _DIRECTIVE.findall(str(self.path))
+            if letter not in {*DIRECTIVES, "%"}
         ]
         if self.rotate_size is None and not FileNamePattern(self.path).has_time:
             needless = {"compress": self.compress != "none", "keep": self.keep is not None}
@@ -350,7 +305,7 @@ class FileOutput(Output):
                     return False
             self._write_all(fd, data)
             if is_new and self.settings.sync:
-                sync_folder(path.parent)
+                Disk().sync_directory(path.parent)
         finally:
             os.close(fd)
         if is_new:

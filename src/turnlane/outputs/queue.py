@@ -161,17 +161,15 @@ class QueueOutput(Output):
             writer.write_with_metadata(part.block, pa.py_buffer(json.dumps(metadata).encode()))
             writer.done_writing()
             # The stream ends without an error once all events are stored.
-            while (answer := answers.read()) is not None:
-                self._process_answer(parse_metadata(answer), part)
+            while (buffer := answers.read()) is not None:
+                answer = parse_metadata(buffer)
+                if "ended" in answer:
+                    raise TransportDown(f"{self.settings.endpoint}: {answer['ended']}")
+                known = answer.get("resume_at", 0) - (part.sequence or 0)
+                if part.sequence is not None and known > 0:
+                    count, queue = min(known, part.block.num_rows), self.settings.queue
+                    log.info("queue_output.repeats_dropped", queue=queue, events=count)
             writer.close()
-
-    def _process_answer(self, answer: dict[str, Any], part: SequencedBlock) -> None:
-        if "ended" in answer:
-            raise TransportDown(f"{self.settings.endpoint}: {answer['ended']}")
-        first = part.sequence
-        if first is not None and answer.get("resume_at", 0) > first:
-            count = min(answer["resume_at"] - first, part.block.num_rows)
-            log.info("queue_output.repeats_dropped", queue=self.settings.queue, events=count)
 
 
 def _cut_by_sequence(block: Block, producer: str) -> list[SequencedBlock]:

@@ -88,8 +88,12 @@ class ShardWriter(Closeable):
                     self._gate.pass_through(self._run)
                     numbers = np.intersect1d(numbers, self._record.record(rows.positions))
                 batch = self._remove_known_names(rows.columns.take(numbers))
-                if batch.num_rows:
-                    new_rows = self._set_fire_times(convert_to_rows(batch, self._dialect))
+                new_rows = convert_to_rows(batch, self._dialect)
+                if self._delay and any(FIRE_AT_COLUMN not in row for row in new_rows):
+                    # The clock of the database that fires sets the times that are missing.
+                    now: int = self._run(f"SELECT {self._dialect.now}").rows()[0][0]
+                    new_rows = [{FIRE_AT_COLUMN: now + self._delay, **row} for row in new_rows]
+                if new_rows:
                     self._inserts.enqueue_many(self._connection, new_rows)
 
     def close(self) -> None:
@@ -109,19 +113,18 @@ class ShardWriter(Closeable):
                 with self._transaction():
                     self._gate.prepare(self._run)
 
-    def _set_fire_times(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Add fire times where they are missing, by the clock of the database that fires."""
-        if self._delay and any(FIRE_AT_COLUMN not in row for row in rows):
-            now: int = self._run(f"SELECT {self._dialect.now}").rows()[0][0]
-            return [{FIRE_AT_COLUMN: now + self._delay, **row} for row in rows]
-        return rows
-
     def _remove_known_names(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Return the rows whose names are not in the table; of equal names, the first row."""
         if NAME_COLUMN not in batch.schema.names:
             return batch
         names: list[str | None] = batch.column(NAME_COLUMN).to_pylist()
-        known = self._find_names([name for name in names if name is not None])
+        wanted = [name for name in names if name is not None]
+        known: set[str] = set()
+        for at in range(0, len(wanted), NAMES_PER_STATEMENT):
+            part = wanted[at : at + NAMES_PER_STATEMENT]
+            marks = ", ".join("?" * len(part))
+            statement = f"SELECT {NAME_COLUMN} FROM {self._table} WHERE {NAME_COLUMN} IN ({marks})"  # noqa: S608 - quoted
+            known.update(row[0] for row in self._execute(statement, part))
         new = []
         for at, name in enumerate(names):
             if name is None or name not in known:
@@ -129,16 +132,6 @@ class ShardWriter(Closeable):
             if name is not None:
                 known.add(name)
         return batch if len(new) == len(names) else batch.take(np.array(new, dtype=np.int64))
-
-    def _find_names(self, names: Sequence[str]) -> set[str]:
-        """Return the names that are in the table."""
-        found: set[str] = set()
-        for at in range(0, len(names), NAMES_PER_STATEMENT):
-            part = names[at : at + NAMES_PER_STATEMENT]
-            marks = ", ".join([self._dialect.placeholder] * len(part))
-            statement = f"SELECT {NAME_COLUMN} FROM {self._table} WHERE {NAME_COLUMN} IN ({marks})"  # noqa: S608 - quoted
-            found.update(row[0] for row in self._run(statement, part).rows())
-        return found
 
     def _execute(self, statement: str, values: Sequence[Any]) -> Sequence[Any]:
         return self._run(statement.replace("?", self._dialect.placeholder), values).rows()

@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Annotated, Any, Final, TypeAlias
 from urllib.parse import quote
 
@@ -57,7 +58,11 @@ def make_event_ids(block: Block) -> pa.Array[Any] | None:
         rows = block.column(ROW_NUMBER_COLUMN)
         numbered = _join(offset, rows.cast(pa.string()), ".")
         offset = pc.if_else(pc.equal(rows, pa.scalar(0)), offset, numbered)
-    return _join(_get_queues(block), partition, offset, "/")
+    # In the main lane the column ``queue`` is about the next queue, and is no text.
+    at = block.schema.get_field_index("queue")
+    is_origin = at >= 0 and pa.types.is_string(block.schema.field(at).type)
+    queue: Any = block.column(at) if is_origin else pa.scalar(MAIN)
+    return _join(queue, partition, offset, "/")
 
 
 def make_dated_event_ids(block: Block) -> pa.Array[Any] | None:
@@ -87,14 +92,6 @@ def make_idempotency_key(block: Block, body: pa.Buffer | bytes) -> str | None:
         times = block.column(_TIME).cast(pa.int64()).fill_null(0)
         checksum = google_crc32c.value(times.to_numpy().tobytes())
     return f"{first[0]}-{last[0]}-{google_crc32c.extend(checksum, body):08x}"
-
-
-def _get_queues(block: Block) -> Any:  # noqa: ANN401
-    """Return the queues that events come from. In the main lane the column is about the next."""
-    at = block.schema.get_field_index("queue")
-    if at >= 0 and pa.types.is_string(block.schema.field(at).type):
-        return block.column(at)
-    return pa.scalar(MAIN)
 
 
 def _has_times(block: Block) -> bool:
@@ -129,9 +126,23 @@ class TemplateField:
 
     def get_texts(self, block: Block) -> Texts:
         """Return each event's text. Raises ``RetryLater``: a person must correct the template."""
-        column = self._get_column(block)
-        if self.key is not None:
-            column = self._get_entries(column, self.key)
+        column: Any = make_event_ids(block) if self.column == EVENT_ID else None
+        if column is None:
+            if self.column not in block.schema.names:
+                names = ", ".join(block.schema.names)
+                raise RetryLater(
+                    f"a template needs the column {self.column!r}; events have: {names}"
+                )
+            column = block.column(self.column)
+        kind = column.type
+        if self.key is None:
+            pass
+        elif pa.types.is_map(kind):
+            column = pc.map_lookup(column, pa.scalar(self.key), "last")
+        elif pa.types.is_struct(kind) and kind.get_field_index(self.key) >= 0:
+            column = pc.struct_field(column, self.key)
+        else:
+            raise RetryLater(f"the column {self.column!r} of type {kind} has no field {self.key!r}")
         if self.time_format is None:
             return convert_to_text(column, self.column)
         if not pa.types.is_temporal(column.type):
@@ -139,23 +150,6 @@ class TemplateField:
             raise RetryLater(f"{field}: the column must be a time, not {column.type}")
         texts: Texts = pc.strftime(column, self.time_format)
         return texts
-
-    def _get_column(self, block: Block) -> Any:  # noqa: ANN401
-        ids = make_event_ids(block) if self.column == EVENT_ID else None
-        if ids is not None:
-            return ids
-        if self.column not in block.schema.names:
-            names = ", ".join(block.schema.names)
-            raise RetryLater(f"a template needs the column {self.column!r}; events have: {names}")
-        return block.column(self.column)
-
-    def _get_entries(self, column: Any, key: str) -> Any:  # noqa: ANN401
-        if pa.types.is_map(column.type):
-            return pc.map_lookup(column, pa.scalar(key), "last")
-        kind: Any = column.type
-        if pa.types.is_struct(kind) and kind.get_field_index(key) >= 0:
-            return pc.struct_field(column, key)
-        raise RetryLater(f"the column {self.column!r} of type {kind} has no field {key!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +187,8 @@ class Template:
 
     def get_text_before_fields(self) -> str:
         """Return the text before the first field."""
-        text = ""
-        for part in self.parts:
-            if isinstance(part, TemplateField):
-                break
-            text += part
-        return text
+        texts = takewhile(lambda part: isinstance(part, str), self.parts)
+        return "".join(map(str, texts))
 
     def fill(self, block: Block, escape: Escape | None = None) -> Texts:
         """Return the text for each event; ``escape`` is applied to the values of fields."""
@@ -262,18 +252,18 @@ def escape_json(texts: Texts) -> Texts:
 
 def escape_url(texts: Texts) -> Texts:
     """Escape texts for one segment of a path or one value of a query."""
-    return _map_distinct(texts, _quote_segment)
+
+    def quote_segment(text: str) -> str:
+        # A segment of dots alone would change the path.
+        return "%2E" * len(text) if text and not text.strip(".") else quote(text, safe="")
+
+    return _map_distinct(texts, quote_segment)
 
 
 def escape_header(texts: Texts) -> Texts:
     """Replace control characters, which would end a header, by spaces."""
     escaped: Texts = pc.replace_substring_regex(texts, r"[\x00-\x1f\x7f]", " ")
     return escaped
-
-
-def _quote_segment(text: str) -> str:
-    # A segment of dots alone would change the path.
-    return "%2E" * len(text) if text and not text.strip(".") else quote(text, safe="")
 
 
 def _map_distinct(texts: Texts, function: Callable[[str], str]) -> Texts:
