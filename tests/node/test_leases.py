@@ -17,7 +17,7 @@ from pyarrow import flight
 from tests.contract.harness import NOTICEABLE, Task, wait_until
 from tests.node.conftest import Serve, ServedNode
 from tests.queue_internals import state_of
-from turnlane.client.leased_batch import LeasedBatch
+from turnlane.client.transport import LeasedBatch
 from turnlane.errors import NoSuchLease, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import block_of
 from turnlane.node.flight import read

@@ -209,7 +209,7 @@ def test_starter_can_wait_until_the_node_is_ready(serve: Serve, tmp_path: Path) 
     code, errors = served.ended()
     assert code == 0
     assert not ready.exists()
-    records = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
+    records = [json.loads(line) for line in errors.splitlines()]
     assert any(record["logger"] == "turnlane.node.node" for record in records)
 
 

@@ -17,7 +17,7 @@ from turnlane.delivery.destination import LocalDestinationState
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.results import BlockResult
 from turnlane.delivery.settings import DeliverySettings
-from turnlane.retry import Backoff
+from turnlane.pacing import Backoff
 
 SLACK = 5.0
 """Seconds by which a busy machine may be late."""

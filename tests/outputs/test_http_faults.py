@@ -30,7 +30,7 @@ from turnlane.outputs.http_client import (
     parse_retry_after,
     quote_body,
 )
-from turnlane.retry import MAX_RETRY_AFTER
+from turnlane.pacing import MAX_RETRY_AFTER
 
 SHORT_TIMEOUTS = {"timeout": "500ms", "connect_timeout": "500ms"}
 """For servers that never answer: the test waits for this time."""

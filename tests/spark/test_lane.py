@@ -15,7 +15,7 @@ from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from tests.contract.harness import wait_until
 from turnlane.cli.supervise import format_lane_status, get_lane_fields
-from turnlane.retry import Backoff
+from turnlane.pacing import Backoff
 from turnlane.spark import lane as lanes
 from turnlane.spark.batch_planning import TAKEN_EVENTS
 from turnlane.spark.lane import (

@@ -36,7 +36,7 @@ from turnlane import table
 from turnlane.clock import BootClock
 from turnlane.databases import Dialect, ErrorKind, Session, connection
 from turnlane.errors import DatabaseDown, LeadLost
-from turnlane.retry import Backoff
+from turnlane.pacing import Backoff
 from turnlane.table import dispatcher, fetcher
 from turnlane.table.manager import Manager
 from turnlane.table.queue_sql import RetryDecision, load_queue_dialect

@@ -58,8 +58,8 @@ def test_settings_of_an_own_output_are_checked() -> None:
     [
         ("no_such_module_anywhere:Shout", "No module named 'no_such_module_anywhere'"),
         ("own_plugin_of_tests:Whisper", "has no attribute 'Whisper'"),
-        ("own_plugin_of_tests:quiet", "1, named as output"),
-        ("own_plugin_of_tests:ShoutSettings", "is none"),
+        ("own_plugin_of_tests:quiet", "is 1, not a subclass of Output"),
+        ("own_plugin_of_tests:ShoutSettings", "not a subclass of"),
         ("broken_plugin_of_tests:Shout", "ZeroDivisionError: division by zero"),
         (":Shout", "write module:Class"),
         ("own_plugin_of_tests:", "write module:Class"),
@@ -72,7 +72,7 @@ def test_class_that_is_not_an_output_is_refused_with_the_reason(kind: str, words
 
 
 def test_output_is_refused_as_an_input() -> None:
-    with pytest.raises(ConfigError, match="is none"):
+    with pytest.raises(ConfigError, match="not a subclass of"):
         inputs.load("own_plugin_of_tests:Shout")
 
 

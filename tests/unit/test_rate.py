@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.rate import TokenBucket
+from turnlane.pacing import TokenBucket
 
 
 @given(

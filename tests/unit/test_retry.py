@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlane.retry import MAX_RETRY_AFTER, Backoff
+from turnlane.pacing import MAX_RETRY_AFTER, Backoff
 
 chances = st.floats(0, 1)
 jitters = st.floats(0, 1)

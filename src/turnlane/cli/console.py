@@ -56,7 +56,7 @@ def report_errors(command: Callable[P, None]) -> Callable[P, None]:
         except Bug:
             raise
         except (TurnlaneError, OSError) as error:
-            typer.echo(f"turnlane: {_get_message(error)}", err=True)
+            warn(_get_message(error), logging.ERROR)
             raise typer.Exit(_get_code(error)) from None
 
     return run
@@ -80,7 +80,6 @@ def _get_code(error: TurnlaneError | OSError) -> ExitCode:
 
 
 # ── logs ──
-# The options ``--log-level`` and ``--log-format``, and logging to stderr as they say.
 
 
 class LogFormat(enum.StrEnum):
@@ -99,11 +98,18 @@ class LogLevel(enum.StrEnum):
     ERROR = "error"
 
 
+_json_messages: JsonLineFormatter | None = None
+"""Formats the messages on stderr if the log is JSON, so that stderr has no other lines."""
+
+
 def log_to_stderr(level: LogLevel, form: LogFormat) -> None:
-    """Write the log records of this process to stderr."""
+    """Write the log records of this process to stderr, and messages in the same form."""
+    global _json_messages  # noqa: PLW0603 - one stderr for the whole process
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLineFormatter() if form is LogFormat.JSON else TerminalFormatter())
+    _json_messages = JsonLineFormatter() if form is LogFormat.JSON else None
+    handler.setFormatter(_json_messages or TerminalFormatter())
     logging.basicConfig(level=level.value.upper(), handlers=[handler])
+    logging.captureWarnings(capture=True)
     if level is not LogLevel.DEBUG:
         for name in ("uvicorn", "py4j"):  # these log every start and stop at level INFO
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -177,9 +183,13 @@ def say(text: str) -> None:
     typer.echo(text)
 
 
-def warn(text: str) -> None:
-    """Print a line on stderr."""
-    typer.echo(f"turnlane: {text}", err=True)
+def warn(text: str, level: int = logging.INFO) -> None:
+    """Print a line on stderr; an object with this level if the log is JSON."""
+    if _json_messages is None:
+        typer.echo(f"turnlane: {text}", err=True)
+    else:
+        record = logging.LogRecord("turnlane.cli", level, __file__, 0, text, None, None)
+        typer.echo(_json_messages.format(record), err=True)
 
 
 def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, elastic: str) -> None:

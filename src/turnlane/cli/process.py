@@ -30,7 +30,7 @@ from typing import Any, Final, NoReturn
 
 from turnlane.cli.console import ExitCode
 from turnlane.logs import get_logger
-from turnlane.retry import Backoff
+from turnlane.pacing import Backoff
 from turnlane.runtime import Closeable, call_in_thread, remove_scratch_directories, start_thread
 
 log = get_logger(__name__)

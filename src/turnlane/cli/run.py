@@ -81,7 +81,7 @@ def run(
         _supervise(
             config,
             settings,
-            _make_session_starter(config, settings, master, log_level),
+            _make_session_starter(config, settings, master, log_level, log_format),
             make_reporter(as_json=as_json),
             stamp=stamp,
             node=node,
@@ -114,7 +114,7 @@ def pipeline(
     _supervise(
         config,
         settings,
-        _make_session_starter(config, settings, master, log_level),
+        _make_session_starter(config, settings, master, log_level, log_format),
         make_reporter(as_json=as_json),
         stamp=stamp,
         endpoint=endpoint,
@@ -124,13 +124,14 @@ def pipeline(
 
 
 def _make_session_starter(
-    path: Path, settings: Config, master: str | None, level: LogLevel
+    path: Path, settings: Config, master: str | None, level: LogLevel, log_format: LogFormat
 ) -> Callable[[], Session]:
     token = settings.nodes.token_env
     return lambda: start_session(
         settings.spark,
         master=master,
         level=level,
+        log_format=log_format,
         modules=list_modules_beside(path),
         variables=[] if token is None else [token],
     )

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from turnlane.cli.console import LogLevel
+from turnlane.cli.console import LogFormat, LogLevel
 from turnlane.errors import Never, TurnlaneError
 from turnlane.runtime import call_in_thread
 
@@ -48,6 +48,7 @@ def start_session(
     *,
     master: str | None = None,
     level: LogLevel = LogLevel.WARNING,
+    log_format: LogFormat = LogFormat.TEXT,
     modules: Sequence[Path] = (),
     variables: Sequence[str] = (),
 ) -> Session:
@@ -61,7 +62,8 @@ def start_session(
     log_settings = resources.files("turnlane.spark").joinpath("log4j2.properties")
     options = (
         f"{SPARK_DEFAULTS[JAVA_OPTIONS]} -Dlog4j2.configurationFile={log_settings} "
-        f"-Dturnlane.log.level={spark_level} -Dturnlane.lane.level={query_level}"
+        f"-Dturnlane.log.level={spark_level} -Dturnlane.lane.level={query_level} "
+        f"-Dturnlane.log.format={log_format}"
     )
     conf = {JAVA_OPTIONS: options, "spark.log.level": spark_level.upper(), **settings.conf}
     settings = settings.model_copy(update={"conf": conf, "master": master or settings.master})

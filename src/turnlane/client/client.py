@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from turnlane.client.address import NodeUrl
-from turnlane.client.leased_batch import LeaseKeeper
 from turnlane.client.node_client import Credentials, QueueEnds, RemoteNode, StageWriter
 from turnlane.client.spread import SpreadQueue
-from turnlane.client.transport import FlightTransport
+from turnlane.client.transport import FlightTransport, LeaseKeeper
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import ConfigError, NotSupported
 from turnlane.events import Block

@@ -2,6 +2,8 @@
 
 Publishing uses a stream of one Flight call. A thread reads the progress that the node reports on
 the same stream. A stream has one schema; for a block with new columns another stream is opened.
+
+Batches that the client takes are leased. One thread extends the leases while the batches are held.
 """
 
 from __future__ import annotations
@@ -9,23 +11,38 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import pyarrow as pa
 
 from turnlane.client.address import raise_node_errors
-from turnlane.client.leased_batch import LeasedBatch, LeaseKeeper
 from turnlane.client.node_client import RemoteNode, parse_metadata, split_block
-from turnlane.errors import ConfigError, QueueClosed, QueueEmpty, TransportDown
-from turnlane.events import Block, conform_block
-from turnlane.queues.api import Durability, NodeProgress, Place
-from turnlane.runtime import start_thread
+from turnlane.errors import (
+    BatchFreed,
+    ConfigError,
+    NoSuchLease,
+    QueueClosed,
+    QueueEmpty,
+    TransportDown,
+    TurnlaneError,
+)
+from turnlane.events import Block, conform_block, join_blocks
+from turnlane.logs import get_logger
+from turnlane.queues.api import Batch, Durability, NodeProgress, Place
+from turnlane.runtime import PeriodicThread, start_thread
 
 GREETING_SECONDS: Final = 10.0
 """How long a node may take to open a stream."""
 GRACE_SECONDS: Final = 10.0
 """How long a node may take for a batch, in addition to the requested wait."""
+
+
+EXTEND_SECONDS = 5.0
+"""How long a node may take to extend a lease. Short, because other leases wait."""
+
+log = get_logger(__name__)
 
 
 class FlightTransport:
@@ -263,3 +280,130 @@ def _convert_queue_closed(place: str) -> Iterator[None]:
         yield
     except QueueClosed as error:
         raise TransportDown(f"{place}: {error}") from None
+
+
+# ── leased batches ───────────────────────────────────────────────────────────────────────────────
+
+
+class LeasedBatch(Batch):
+    """A batch of a node. If its lease expires, another consumer gets its events."""
+
+    def __init__(
+        self, node: RemoteNode, keeper: LeaseKeeper, lease: str, place: Place, blocks: list[Block]
+    ) -> None:
+        self.place = place
+        self.lease = lease
+        self._node = node
+        self._keeper = keeper
+        self._blocks: list[Block] | None = blocks
+        self._settled = False
+        self._in_doubt = False
+        self._lock = threading.Lock()
+
+    @property
+    def block(self) -> Block:
+        blocks = self._contents()
+        if len(blocks) > 1:
+            self._blocks = blocks = [join_blocks(blocks)]
+        return conform_block(blocks[0])
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        return [conform_block(block) for block in self._contents()]
+
+    def _contents(self) -> list[Block]:
+        if self._blocks is None:
+            raise BatchFreed(f"batch {self.place.first} was freed; its contents are gone")
+        return self._blocks
+
+    def free(self) -> None:
+        self._blocks = None
+
+    def done(self) -> None:
+        self._settle("done")
+
+    def dead(self) -> None:
+        self._settle("dead")
+
+    def release(self) -> None:
+        if self._blocks is None and not self._settled:
+            raise BatchFreed(f"batch {self.place.first} was freed and cannot be released")
+        self._settle("release")
+
+    def _settle(self, verb: str) -> None:
+        """Settle the batch on the node. After ``TransportDown`` call it again."""
+        with self._lock:
+            if self._settled:
+                return
+            try:
+                self._node.act(verb, lease=self.lease)
+            except TransportDown:
+                self._in_doubt = True
+                raise
+            except NoSuchLease:
+                # The node may have received the call whose answer was lost. If the lease has
+                # expired instead, another consumer gets the events: they are not lost.
+                if not self._in_doubt:
+                    self._forget()
+                    raise
+            self._forget()
+
+    def _forget(self) -> None:
+        self._settled = True
+        self._keeper.remove(self)
+
+    def give_back(self) -> None:
+        """Release the batch, freed or not. After an error its lease expires."""
+        try:
+            self._settle("release")
+        except TurnlaneError as error:
+            log.info("lease.release_failed", error=error, hint="the lease will expire")
+
+    def extend(self) -> None:
+        """Extend the lease. Errors are only logged."""
+        try:
+            self._node.act("extend", timeout=EXTEND_SECONDS, body={"lease": self.lease})
+        except NoSuchLease:
+            if not self._settled:
+                log.warning(
+                    "lease.expired", events=len(self), hint="another consumer gets the events"
+                )
+            self._keeper.remove(self)
+        except TurnlaneError as error:
+            log.info("lease.extend_failed", error=error, hint="tried again")
+
+
+class LeaseKeeper:
+    """Extends the leases of all batches that this process still holds, on one thread."""
+
+    def __init__(self, lease: float) -> None:
+        self._every = lease / 3
+        self._held: weakref.WeakSet[LeasedBatch] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._thread: PeriodicThread | None = None
+
+    def add(self, batch: LeasedBatch) -> None:
+        """Extend the lease of a batch until it is settled or garbage."""
+        with self._lock:
+            self._held.add(batch)
+            if self._thread is None:
+                self._thread = PeriodicThread("turnlane-leases", self._extend_all, self._every)
+
+    def remove(self, batch: LeasedBatch) -> None:
+        """Stop extending the lease of a batch."""
+        with self._lock:
+            self._held.discard(batch)
+
+    def list_batches(self) -> list[LeasedBatch]:
+        """Return the batches that are still held."""
+        with self._lock:
+            return list(self._held)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        if self._thread is not None:
+            self._thread.close()
+
+    def _extend_all(self) -> None:
+        for batch in self.list_batches():
+            batch.extend()

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from turnlane.config.cross_checks import KINDS
-from turnlane.config.settings import INPUTS, OUTPUTS, Config, PluginSettings
+from turnlane.config.settings import INPUTS, OUTPUTS, Config
+from turnlane.plugins import PluginSettings
 from turnlane.queues.settings import Kind
 
 Schema = dict[str, Any]

@@ -9,9 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, Final, Self
 
 from pydantic import (
@@ -26,7 +24,6 @@ from pydantic import (
     model_validator,
 )
 from pydantic.alias_generators import to_camel
-from pydantic_core import PydanticKnownError
 
 from turnlane.client.address import NodeUrl
 from turnlane.config.document import ConfigFileError, Document, SettingIssue, parse_path
@@ -48,6 +45,7 @@ from turnlane.pipeline.settings import (
     PipelineSettings,
     SparkSettings,
 )
+from turnlane.plugins import PluginSettings
 from turnlane.queues.settings import ON_DISK, Kind, QueueSettings
 from turnlane.serving.address import Address, check_exposure
 from turnlane.serving.auth import TlsSettings, TokenSettings
@@ -59,7 +57,6 @@ from turnlane.validation import (
     ContradictorySettings,
     SettingsModel,
     get_issues,
-    get_message,
 )
 
 # ── nodes ──
@@ -127,55 +124,6 @@ def convert_option_error(error: ConfigError) -> ConfigError:
     return ConfigIssues(
         [each._replace(knob=knobs.get(each.knob, each.knob)) for each in get_issues(error)]
     )
-
-
-# ── plug-ins ──
-
-
-@dataclass(frozen=True, slots=True)
-class PluginSettings:
-    """Stands in an annotation of settings whose ``type`` selects the model of a plug-in.
-
-    It validates the settings, and it tells suggestions and the schema which models exist:
-    ``Annotated[InputSettings, PlainValidator(INPUTS.validate), INPUTS]``. A discriminated union of
-    pydantic would need all models, and so import every plug-in with its libraries at each start.
-    """
-
-    registry: ModuleType
-    """Has ``types()``, and ``load(type)``, whose ``settings_type`` is the model."""
-
-    def types(self) -> list[str]:
-        """Return the types that are installed."""
-        found: list[str] = self.registry.types()
-        return found
-
-    def get_model(self, kind: str) -> type[BaseModel]:
-        """Return the model of a type. Raises ``ConfigError``."""
-        found: type[BaseModel] = self.registry.load(kind).settings_type
-        return found
-
-    def validate(self, value: object) -> BaseModel:
-        """Return the settings, checked by the model of their type."""
-        if isinstance(value, BaseModel):
-            return value
-        if not isinstance(value, dict):
-            raise PydanticKnownError("dict_type")
-        kind = value.get("type")
-        if kind is None:
-            there = ", ".join(self.types())
-            raise ContradictorySettings([ConfigIssue("type", f"is required; there are: {there}")])
-        try:
-            model = self.get_model(str(kind))
-        except ConfigError as error:
-            raise ContradictorySettings([ConfigIssue("type", get_message(error))]) from None
-        return model.model_validate(value)
-
-    def find_model(self, value: object) -> type[BaseModel] | None:
-        """Return the model for plain values; ``None`` if they have no known type."""
-        try:
-            return self.get_model(str(value.get("type"))) if isinstance(value, dict) else None
-        except ConfigError:
-            return None
 
 
 # ── pipeline ──

@@ -16,9 +16,10 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from turnlane.config.cross_checks import FORBIDDEN_IN_QUEUES, check_cases, check_sections
 from turnlane.config.document import Document, Path, SettingIssue, format_path
-from turnlane.config.settings import Config, PluginSettings
+from turnlane.config.settings import Config
 from turnlane.errors import ConfigError
 from turnlane.pipeline.cases import Case, Cases
+from turnlane.plugins import PluginSettings
 from turnlane.queues.settings import QueueSettings
 from turnlane.validation import ContradictorySettings, describe_issue, suggest
 

@@ -30,7 +30,7 @@ from turnlane.errors import (
     TurnlaneError,
 )
 from turnlane.logs import get_logger
-from turnlane.retry import Backoff
+from turnlane.pacing import Backoff
 from turnlane.runtime import Closeable, start_thread
 
 log = get_logger(__name__)

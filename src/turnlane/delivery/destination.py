@@ -28,8 +28,7 @@ from turnlane.delivery.limits import get_burst
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import RetryLater
 from turnlane.logs import get_logger
-from turnlane.rate import TokenBucket
-from turnlane.retry import Backoff
+from turnlane.pacing import Backoff, TokenBucket
 
 log = get_logger(__name__)
 

@@ -38,9 +38,9 @@ from turnlane.node.event_refs import (
     read_referenced_events,
 )
 from turnlane.node.staging import Stage, StageContents, Staging, finish_all
+from turnlane.pacing import Backoff
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.producer import BufferedProducer
-from turnlane.retry import Backoff
 from turnlane.storage.producer_sequences import GapPolicy
 
 log = get_logger(__name__)

@@ -27,7 +27,7 @@ from turnlane.outputs.connections import (
     abort_connection,
     wait_readable,
 )
-from turnlane.retry import MAX_RETRY_AFTER
+from turnlane.pacing import MAX_RETRY_AFTER
 from turnlane.runtime import Closeable
 
 # ── responses ────────────────────────────────────────────────────────────────────────────────────

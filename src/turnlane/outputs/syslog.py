@@ -39,7 +39,7 @@ from turnlane.formats.syslog import (
 from turnlane.outputs.api import Output, OutputSettings
 from turnlane.outputs.connections import ClientTls, ConnectionPool, abort_connection, wait_readable
 from turnlane.outputs.templates import make_event_ids
-from turnlane.retry import Backoff
+from turnlane.pacing import Backoff
 from turnlane.serving.address import Address
 from turnlane.units import Duration
 from turnlane.validation import ConfigIssue, ContradictorySettings, SettingsModel

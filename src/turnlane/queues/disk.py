@@ -34,11 +34,11 @@ from turnlane.events import Block
 from turnlane.intervals import Span, count_offsets
 from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
+from turnlane.pacing import double_wait
 from turnlane.queues.api import AckLevel, Durability, Stats
 from turnlane.queues.buffer import BlockRange
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.storage_api import LostRange, Storage, StorageHost, StoredState, TakeBatch
-from turnlane.retry import doubled
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.producer_sequences import SequencedRange
 from turnlane.storage.reader import UnreadableRange
@@ -235,7 +235,7 @@ class LogStorage(Storage):
         if not self._make_space():
             with self._host.lock:
                 self._failures += 1
-                self._work.wait(doubled(FIRST_RETRY, LAST_RETRY, self._failures))
+                self._work.wait(double_wait(FIRST_RETRY, LAST_RETRY, self._failures))
         return True
 
     def _make_space(self) -> bool:

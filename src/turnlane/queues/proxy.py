@@ -31,6 +31,7 @@ import pyarrow as pa
 from turnlane.errors import Never, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import Block
 from turnlane.logs import get_logger
+from turnlane.pacing import double_wait, scatter_wait
 from turnlane.queues.api import (
     AckLevel,
     Batch,
@@ -42,7 +43,6 @@ from turnlane.queues.api import (
 from turnlane.queues.positions import BufferedBatch
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.storage_api import Storage, StorageHost, TakeBatch
-from turnlane.retry import doubled, scattered
 from turnlane.runtime import start_thread
 
 log = get_logger(__name__)
@@ -58,7 +58,7 @@ LEAVE_SECONDS = 5.0
 
 def retry_delay(failures: int, jitter: float) -> float:
     """Return the seconds to wait after this many failures in a row; ``jitter`` is 0 to 1."""
-    return scattered(doubled(FIRST_RETRY, LAST_RETRY, failures), jitter)
+    return scatter_wait(double_wait(FIRST_RETRY, LAST_RETRY, failures), jitter)
 
 
 @dataclass(slots=True)

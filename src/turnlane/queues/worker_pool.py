@@ -30,10 +30,10 @@ from turnlane.errors import (
     StorageFailed,
 )
 from turnlane.logs import get_logger
+from turnlane.pacing import double_wait, scatter_wait
 from turnlane.queues.api import Batch, Consumer, Queue
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import STORING
-from turnlane.retry import doubled, scattered
 from turnlane.runtime import Closeable, start_thread
 
 log = get_logger(__name__)
@@ -61,7 +61,7 @@ def retry_pause(failures: int, error: BaseException, jitter: float) -> float:
     """Return the seconds to wait after this many failures in a row; ``jitter`` is 0 to 1."""
     if isinstance(error, RetryLater) and error.after is not None:
         return error.after
-    return scattered(doubled(FIRST_PAUSE, LAST_PAUSE, failures), jitter)
+    return scatter_wait(double_wait(FIRST_PAUSE, LAST_PAUSE, failures), jitter)
 
 
 class _Worker:

@@ -29,7 +29,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from turnlane.errors import RetryLater
 from turnlane.logs import get_logger
-from turnlane.retry import Backoff
+from turnlane.pacing import Backoff
 from turnlane.spark.batch_planning import TAKEN_EVENTS
 from turnlane.spark.errors import describe_failure
 from turnlane.spark.nodes import BreakerClient, Nodes

@@ -18,7 +18,7 @@ from typing import Any
 
 from turnlane.databases import Row
 from turnlane.errors import DatabaseDown, DatabaseReadOnly
-from turnlane.rate import TokenBucket
+from turnlane.pacing import TokenBucket
 from turnlane.table.event import EVENT_COLUMNS, TableEvent
 from turnlane.table.leader_state import LeaderState, ReceiverSlot
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from turnlane.databases import Row
 from turnlane.errors import TurnlaneError
-from turnlane.retry import Backoff
+from turnlane.pacing import Backoff
 from turnlane.table.definition import MAX_RETRY_SECONDS, TableSettings
 from turnlane.table.event import TableEvent
 from turnlane.table.fetcher import RowFinder
