@@ -26,6 +26,7 @@ from turnlane.delivery.destination import (
     SendReport,
 )
 from turnlane.delivery.engine import Engine
+from turnlane.delivery.error_policy import AttemptSignal
 from turnlane.delivery.workers import IN_FLIGHT
 from turnlane.errors import (
     Bug,
@@ -413,14 +414,14 @@ def test_late_answers_of_other_sends_are_not_reported_with_the_probe() -> None:
     for _ in range(3):
         assert client.can_send(limit=10, in_flight=0)
         assert client.start_send(1) is None
-    client.on_failure(None, RetryLater("down"))
+    client.on_attempt(AttemptSignal.FAILED, None, 0.1, RetryLater("down"))
     clock.advance(60)
     assert client.can_send(limit=10, in_flight=2)
     probe = client.start_send(1)
     assert probe is not None
     for _ in range(2):  # sends that were in progress when the breaker opened
-        client.on_answer(None, 0.1)
-    client.on_failure(probe, RetryLater("still down"))
+        client.on_attempt(AttemptSignal.ANSWERED, None, 0.1, None)
+    client.on_attempt(AttemptSignal.FAILED, probe, 0.1, RetryLater("still down"))
     status = state.get_status()
     assert (status.state, status.failures, status.opened) == (BreakerState.OPEN, 2, 1)
     assert status.totals["sends"] == 4

@@ -23,7 +23,7 @@ from typing import Final, Protocol
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.delivery.breaker import AllowedSends, BreakerState, CircuitBreaker
-from turnlane.delivery.error_policy import get_error_type, get_retry_after
+from turnlane.delivery.error_policy import AttemptSignal, get_error_type, get_retry_after
 from turnlane.delivery.limits import get_burst
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import RetryLater
@@ -36,6 +36,16 @@ MAX_REMEMBERED_ATTEMPTS: Final = 10_000
 """Events whose attempts are remembered. Beyond that the oldest start again from zero."""
 LATENCY_WEIGHT: Final = 0.2
 """The weight of the last send in the moving average of the seconds that a send takes."""
+_COUNTED: Final = (
+    "failures",
+    "delivered",
+    "dead",
+    "kept",
+    "rejected",
+    "retries",
+    "retry_successes",
+)
+"""The counts of a report that are added up, besides the sends."""
 CLAIM_RETRY: Final = 1.0
 """Seconds after a refused claim on the rate before the next claim."""
 
@@ -273,16 +283,8 @@ class LocalDestinationState:
             self._breaker = self._breaker.release_probe(report.probe)
 
     def _count(self, report: SendReport) -> None:
-        self._totals.update(
-            sends=report.successes + report.failures,
-            failures=report.failures,
-            delivered=report.delivered,
-            dead=report.dead,
-            kept=report.kept,
-            rejected=report.rejected,
-            retries=report.retries,
-            retry_successes=report.retry_successes,
-        )
+        self._totals["sends"] += report.successes + report.failures
+        self._totals.update({name: getattr(report, name) for name in _COUNTED})
         self._retry_failures.update(report.retry_failures)
         self._concurrency = report.concurrency or self._concurrency
         self._latency = report.latency if report.latency is not None else self._latency
@@ -375,37 +377,44 @@ class DestinationClient:
 
     # ── after a send ─────────────────────────────────────────────────────────────────────────────
 
-    def on_answer(self, token: str | None, seconds: float) -> None:
-        """Record that the destination answered, even if it refused the events."""
-        self._count_success(seconds)
-        # While this run has a probe, a report is about one send only: this success must not be
-        # reported later with the probe's token.
-        if token is not None or self._has_failed or self.permit.probe is not None:
-            self._has_failed = False
-            self._report(token)
-            self._renew_permit(token)
+    def on_attempt(
+        self, signal: AttemptSignal, token: str | None, seconds: float, error: BaseException | None
+    ) -> None:
+        """Record what an attempt says about the destination.
 
-    def on_partial_answer(self, token: str | None, seconds: float, error: BaseException) -> None:
-        """Report at once that the destination took some events and wants others later."""
-        self._has_failed = True
-        self._count_success(seconds)
-        self._counts["partial"] += 1
-        self._report(token, error=_describe(error))
-        self._renew_permit(token)
-
-    def on_failure(self, token: str | None, error: BaseException) -> None:
-        """Report a failure at once: it may change what all tasks are permitted."""
-        self._has_failed = True
-        self._counts["failures"] += 1
-        self._report(token, retry_after=get_retry_after(error), error=_describe(error))
-        if not self._is_waiting():
-            self._renew_permit(token)
-
-    def on_no_signal(self, token: str | None) -> None:
-        """Give back the probe, if this was it: the attempt said nothing about the destination."""
-        if token is not None:
-            self._report(token)
-            self._renew_permit(token)
+        Reports failures and partial answers at once: they may change what all tasks are permitted.
+        """
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        if signal in (AttemptSignal.ANSWERED, AttemptSignal.PARTIAL):
+            self._counts["successes"] += 1
+            average = seconds if self._latency is None else self._latency
+            self._latency = average + LATENCY_WEIGHT * (seconds - average)
+        match signal:
+            case AttemptSignal.ANSWERED:
+                # While this run has a probe, a report is about one send only: this success must
+                # not be reported later with the probe's token.
+                if token is None and not self._has_failed and self.permit.probe is None:
+                    return
+                self._has_failed = False
+                self._report(token)
+            case AttemptSignal.PARTIAL:
+                self._has_failed = True
+                self._counts["partial"] += 1
+                self._report(token, error=text)
+            case AttemptSignal.FAILED:
+                self._has_failed = True
+                self._counts["failures"] += 1
+                retry_after = None if error is None else get_retry_after(error)
+                self._report(token, retry_after=retry_after, error=text)
+                if self._is_waiting():
+                    return
+            case AttemptSignal.NONE:
+                if token is None:
+                    return
+                self._report(token)  # gives the probe back
+        # Unless this run has another probe to report on first, it needs a new permit.
+        if self.permit.probe in (token, None):
+            self.permit = self._request_permit()
 
     def count_retry(self, error: BaseException | None) -> None:
         """Count that events were sent again, and whether that failed."""
@@ -431,18 +440,8 @@ class DestinationClient:
             error = "a send did not end in time"
         self._report(self.permit.probe, error=error, concurrency=concurrency)
 
-    def _count_success(self, seconds: float) -> None:
-        self._counts["successes"] += 1
-        average = seconds if self._latency is None else self._latency
-        self._latency = average + LATENCY_WEIGHT * (seconds - average)
-
     def _is_waiting(self) -> bool:
         return self._clock.monotonic() < self.not_before
-
-    def _renew_permit(self, token: str | None) -> None:
-        """Ask for a new permit, unless this run has another probe to report on first."""
-        if self.permit.probe == token or self.permit.probe is None:
-            self.permit = self._request_permit()
 
     def _request_permit(self) -> SendPermit:
         self._is_probe_sent = False
@@ -478,10 +477,6 @@ class DestinationClient:
             self._state.report(report)
         except RetryLater as failure:
             log.warning("delivery.report_lost", error=failure)
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 class RateQuota:

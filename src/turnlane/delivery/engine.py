@@ -348,7 +348,8 @@ class DeliveryRun:
             return
         decision = decide_after_failed_prepare(batch, message.count, message.error)
         if decision.signal is AttemptSignal.FAILED:
-            self._client.on_failure(self._client.unused_probe, message.error)
+            probe = self._client.unused_probe
+            self._client.on_attempt(decision.signal, probe, 0.0, message.error)
         self._apply(batch, decision)
 
     def _on_send_finished(self, message: SendFinished) -> None:
@@ -371,16 +372,7 @@ class DeliveryRun:
                 message.seconds if is_answer else None,
                 is_pushed_back=decision.later is not None,
             )
-        probe, seconds = attempt.probe, message.seconds
-        match decision.signal:
-            case AttemptSignal.FAILED if decision.error is not None:
-                self._client.on_failure(probe, decision.error)
-            case AttemptSignal.PARTIAL if decision.error is not None:
-                self._client.on_partial_answer(probe, seconds, decision.error)
-            case AttemptSignal.ANSWERED:
-                self._client.on_answer(probe, seconds)
-            case _:
-                self._client.on_no_signal(probe)
+        self._client.on_attempt(decision.signal, attempt.probe, message.seconds, decision.error)
         self._apply(batch, decision)
 
     # ── what happens to batches ──────────────────────────────────────────────────────────────────
