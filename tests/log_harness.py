@@ -47,6 +47,13 @@ def append_events(log: Log, count: int, blocks: int = 1) -> None:
         log.append(log.end, block_of(build_values(log.end, count), timestamps=1))
 
 
+def start_segment(log: Log) -> None:
+    """Start a new segment, so that the former can be removed. No effect without events."""
+    active = log._active.segment
+    if active is not None and active.first < log.end:
+        log._start_segment(log.end, log.schema)
+
+
 def read_all(
     log: Log, offset: int = 0, max_events: int = 1000
 ) -> list[bytes | UnreadableRange | None]:

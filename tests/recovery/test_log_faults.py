@@ -19,6 +19,7 @@ from tests.log_harness import (
     open_log,
     read_all,
     read_quarantine,
+    start_segment,
     write_three_frames,
 )
 from turnlane.events import block_of, get_values
@@ -134,7 +135,7 @@ def test_failed_sync_rewrites_all_unsynced_events(tmp_path: Path, synced: int) -
     total = 10 * (synced + 3)
     reader = log.create_reader()
     assert isinstance(reader.read(total - 5, 2), StoredEvents)
-    for refused in (log.sync, lambda: append_events(log, 1), log.rotate):
+    for refused in (log.sync, lambda: append_events(log, 1), lambda: start_segment(log)):
         with pytest.raises(SyncFailed):
             refused()
     assert log.rewrite_after_failed_sync() == []

@@ -19,6 +19,7 @@ from tests.log_harness import (
     open_log,
     read_all,
     read_quarantine,
+    start_segment,
     write_three_frames,
 )
 from turnlane.errors import NotAQueue
@@ -175,7 +176,7 @@ def test_header_with_a_length_of_two_exabytes_allocates_nothing(tmp_path: Path) 
 def test_torn_segment_before_the_last_is_read_up_to_the_tear(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     append_events(log, 10, blocks=2)
-    log.rotate()
+    start_segment(log)
     append_events(log, 10)
     log.close()
     path = tmp_path / CHUNK_0
@@ -203,7 +204,7 @@ def test_segment_truncated_while_open_is_read_up_to_the_cut(
 def test_segment_without_schema_goes_to_quarantine(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     append_events(log, 10)
-    log.rotate()
+    start_segment(log)
     append_events(log, 10)
     log.close()
     flip_bit(tmp_path / CHUNK_0, 3)
@@ -230,7 +231,7 @@ def test_corrupt_frame_on_a_full_disk_keeps_its_segment(tmp_path: Path) -> None:
     data = path.read_bytes()
     disk = FaultyDisk()
     log = open_log(tmp_path, disk)
-    log.rotate()
+    start_segment(log)
     disk.fill()
     assert read_all(log) == [
         *build_values(0, 10),
@@ -290,7 +291,7 @@ def test_missing_segment_is_reported(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     for _ in range(3):
         append_events(log, 10)
-        log.rotate()
+        start_segment(log)
     append_events(log, 10)
     log.close()
     (tmp_path / f"{10:016x}.chunk").unlink()
@@ -309,7 +310,7 @@ def test_foreign_segment_is_set_aside(tmp_path: Path, which: int) -> None:
     log = open_log(tmp_path)
     for _ in range(2):
         append_events(log, 10)
-        log.rotate()
+        start_segment(log)
     append_events(log, 10)
     log.close()
     name = f"{which * 10:016x}.chunk"
@@ -426,7 +427,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule()
     def remove_oldest(self) -> None:
-        self.log.rotate()
+        start_segment(self.log)
         if len(self.log.list_segments()) > 1:
             span = self.log.list_segments()[0]
             self.log.remove_segment(span.first)

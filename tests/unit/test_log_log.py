@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tests.log_harness import append_events, build_values, open_log, read_all
+from tests.log_harness import append_events, build_values, open_log, read_all, start_segment
 from turnlane.errors import Bug, SchemaMismatch
 from turnlane.events import BASE_SCHEMA, block_of, get_values
 from turnlane.ledger import Outcome
@@ -265,7 +265,7 @@ def test_sync_covers_everything_appended(opened: Opener) -> None:
 def test_rotation_syncs_the_former_segment(opened: Opener) -> None:
     log = opened()
     append_events(log, 5)
-    log.rotate()
+    start_segment(log)
     assert log.synced_end == 5
 
 
@@ -286,8 +286,8 @@ def test_segment_can_be_removed_once_it_is_not_active(opened: Opener, tmp_path: 
     append_events(log, 5)
     with pytest.raises(Bug):
         log.remove_segment(0)
-    log.rotate()
-    log.rotate()
+    start_segment(log)
+    start_segment(log)
     log.remove_segment(0)
     assert [span.first for span in log.list_segments()] == [5]
     assert log.start == log.end == 5
@@ -301,7 +301,7 @@ def test_reader_survives_the_removal_of_its_segment(opened: Opener) -> None:
     append_events(log, 5, blocks=2)
     reader = log.create_reader()
     assert isinstance(reader.read(0, 5), StoredEvents)
-    log.rotate()
+    start_segment(log)
     append_events(log, 5)
     log.remove_segment(0)
     assert reader.read(5, 5) == UnreadableRange(5, 10, Outcome.MISSING)
@@ -313,7 +313,7 @@ def test_reader_survives_the_removal_of_its_segment(opened: Opener) -> None:
 def test_empty_segment_can_get_new_columns(opened: Opener) -> None:
     log = opened()
     append_events(log, 5)
-    log.rotate()
+    start_segment(log)
     reader = log.create_reader()
     assert isinstance(reader.read(0, 5), StoredEvents)
     assert reader.read(5, 5) is None

@@ -181,17 +181,6 @@ def test_gap_and_repeat_are_reported(opened: Opened) -> None:
     ]
 
 
-def test_segment_of_another_queue_is_foreign(opened: Opened) -> None:
-    data = SCHEMA_FRAME + A
-    fd = opened(data)
-    assert list(scan_segment(DISK, fd, 0, 0, queue_id="cd" * 16)) == [
-        InvalidRegion(InvalidRegionKind.FOREIGN, 0, len(data), None, None)
-    ]
-    assert all(
-        isinstance(region, ValidFrame) for region in scan_segment(DISK, fd, 0, 0, queue_id=QUEUE_ID)
-    )
-
-
 def test_false_length_allocates_nothing(opened: Opened) -> None:
     claim = encode_frame(FrameKind.EVENTS, 10, 10, [b""])[0]
     header = bytearray(memoryview(claim))

@@ -304,6 +304,11 @@ class Buffer:
         if sealed and sealed[0].first < offset:
             self.bytes -= sealed[0].cut_head(offset - sealed[0].first).size
 
+    def trim(self, stored_end: int, max_bytes: int) -> None:
+        """Drop the oldest ranges below ``stored_end`` until ``max_bytes`` are left."""
+        while self.bytes > max_bytes and self._sealed and self._sealed[0].end <= stored_end:
+            self.drop_oldest()
+
     def drop_oldest(self) -> BlockRange:
         """Take out the oldest sealed range."""
         dropped = self._sealed.popleft()

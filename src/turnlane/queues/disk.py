@@ -217,7 +217,7 @@ class LogStorage(Storage):
                 self._host.lose(first, end)
             self._report_persisted()
             self._on_committed()
-            self._host.hold_publishers(hold=self._must_publishers_wait(failing=False))
+            self._host.admission.hold(hold=self._must_publishers_wait(failing=False))
             self._update_oldest_segment()
             return self._count_unwritten() > 0
 
@@ -229,7 +229,7 @@ class LogStorage(Storage):
                     "queue.write_failed", queue=self._name, error=error, hint="publishers wait"
                 )
             self.failure = str(error) or repr(error)
-            self._host.hold_publishers(hold=self._must_publishers_wait(failing=True))
+            self._host.admission.hold(hold=self._must_publishers_wait(failing=True))
             if self._give_up_at is not None and time.monotonic() > self._give_up_at:
                 return False
         if not self._make_space():
@@ -358,13 +358,11 @@ class LogStorage(Storage):
         host = self._host
         while end := self.store.journal.find_unsafe_end(settled.first, settled.end):
             with host.lock:
-                if not self._can_write() or end <= host.persisted.position:
+                is_failing = self._failures >= MANY_FAILURES
+                can_write = self._writer.is_alive() and not self._is_stopping and not is_failing
+                if not can_write or end <= host.persisted.position:
                     return
-            host.wait_persisted(end, LOOK_SECONDS)
-
-    def _can_write(self) -> bool:
-        is_failing = self._failures >= MANY_FAILURES
-        return self._writer.is_alive() and not self._is_stopping and not is_failing
+            host.wait_level(AckLevel.PERSISTED, end, LOOK_SECONDS)
 
     def sync_settled(self, *, now: bool = False) -> None:
         if now:
@@ -517,7 +515,7 @@ class DiskStorage(LogStorage):
         if self._unwritten_bytes >= self._settings.write_buffer:
             self._work.notify()
             if self._must_publishers_wait(failing=False):
-                self._host.hold_publishers(hold=True)
+                self._host.admission.hold(hold=True)
 
     def make_room(self) -> bool:
         return self._host.admission.is_held and not self.failure
@@ -566,7 +564,7 @@ class DiskStorage(LogStorage):
         if self._unwritten_bytes >= self._settings.write_buffer:
             return 0.0
         due = self._synced_at + self._interval()
-        has_unsynced = self.store.log.has_unsynced or self._unwritten or self._host.unsealed_events
+        has_unsynced = self.store.log.has_unsynced or self._unwritten or len(self._host.buffer.open)
         if not has_unsynced:
             if not self._is_untidy():
                 return None
@@ -589,7 +587,7 @@ class DiskStorage(LogStorage):
         is_due = now >= self._synced_at + self._interval()
         must_sync = is_due or self._is_urgent or self._is_stopping
         if must_sync:
-            self._host.seal_open_block()
+            self._host.buffer.seal()
         ranges: list[BlockRange] = []
         size = 0
         for each in self._unwritten:
@@ -618,7 +616,7 @@ class DiskStorage(LogStorage):
         while self._unwritten and self._unwritten[0].end <= end:
             self._unwritten_bytes -= self._unwritten.popleft().size
         self.store.journal.unwritten_sequences.forget_below(self._find_safe_end())
-        host.trim_buffer(end, self._settings.memory_bytes)
+        host.buffer.trim(end, self._settings.memory_bytes)
 
     def _drop_settled_unwritten(self) -> list[BlockRange]:
         dropped: list[BlockRange] = []
@@ -629,4 +627,4 @@ class DiskStorage(LogStorage):
         return dropped
 
     def _count_unwritten(self) -> int:
-        return sum(map(len, self._unwritten)) + self._host.unsealed_events
+        return sum(map(len, self._unwritten)) + len(self._host.buffer.open)

@@ -146,7 +146,7 @@ class SpillStorage(LogStorage):
 
     def _find_safe_end(self) -> int:
         """Return how far everything is on disk or settled; freed events are neither."""
-        freed = [first for first, _ in self._host.freed_ranges()]
+        freed = [first for first, _ in self._host.in_flight.freed_ranges()]
         return min([super()._find_safe_end(), *freed])
 
     # ── when and what to write ──────────────────────────────────────────────────────────────────

@@ -330,21 +330,6 @@ class QueueState:
 
     # ── for storage: see StorageHost ────────────────────────────────────────────────────────────
 
-    @property
-    def unsealed_events(self) -> int:
-        return len(self.buffer.open)
-
-    def seal_open_block(self) -> None:
-        self.buffer.seal()
-
-    def trim_buffer(self, stored_end: int, max_bytes: int) -> None:
-        buffer = self.buffer
-        while buffer.bytes > max_bytes:
-            oldest = buffer.oldest
-            if oldest is None or oldest.end > stored_end:
-                return
-            buffer.drop_oldest()
-
     def ranges_in_memory(self, first: int) -> list[BlockRange]:
         self.buffer.seal()
         found = [
@@ -362,9 +347,6 @@ class QueueState:
         if events:
             self.admission.refund(events, size)
 
-    def freed_ranges(self) -> list[Span]:
-        return self.in_flight.freed_ranges()
-
     def mark_persisted(self, end: int) -> None:
         self.acks.advance(self.acks.persisted, min(end, self.positions.end))
         if self.is_finished:
@@ -376,9 +358,6 @@ class QueueState:
         self.totals.add(Outcome.DELIVERED, self.positions.settle(self.positions.low, end))
         if notify:
             self.acks.advance(self.acks.delivered, self.positions.low)
-
-    def wait_persisted(self, end: int, timeout: float) -> None:
-        self.wait_level(AckLevel.PERSISTED, end, timeout)
 
     def wait_level(self, level: AckLevel, end: int, timeout: float | None) -> bool:
         """Wait until everything below ``end`` has reached a level; false on timeout or close.
@@ -398,9 +377,6 @@ class QueueState:
             with self.lock:
                 mark.remove_waiter(waiter)
         return is_reached
-
-    def hold_publishers(self, *, hold: bool) -> None:
-        self.admission.hold(hold=hold)
 
     def lose(self, first: int, end: int) -> None:
         self.settle_range(first, end, Outcome.MISSING, is_recorded=False)

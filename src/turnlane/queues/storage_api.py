@@ -28,8 +28,8 @@ from turnlane.ledger import Outcome
 from turnlane.queues.acks import Watermark
 from turnlane.queues.admission import Admission
 from turnlane.queues.api import AckLevel, Batch, Durability, Stats
-from turnlane.queues.buffer import BlockRange
-from turnlane.queues.positions import BufferedBatch, Positions
+from turnlane.queues.buffer import BlockRange, Buffer
+from turnlane.queues.positions import BufferedBatch, InFlight, Positions
 from turnlane.storage.producer_sequences import AcceptedSequences
 
 
@@ -64,31 +64,21 @@ class StoredState:
 class StorageHost(Protocol):
     """The queue, as its storage sees it.
 
-    Everything but ``lock`` and :meth:`wait_persisted` is used under the lock.
+    Everything but ``lock`` and :meth:`wait_level` is used under the lock.
     """
 
     lock: threading.Lock
     """The only lock of the queue. Storage may wait on conditions of this lock."""
-
     positions: Positions
+    buffer: Buffer
+    """The events in memory that are not handed out. Sealing calls :meth:`Storage.on_sealed`."""
+    in_flight: InFlight
+    admission: Admission
+    """The fill level. Storage can hold publishers back with :meth:`Admission.hold`."""
     persisted: Watermark
     """How far events are persisted, and the publishers that wait for it."""
-    admission: Admission
-    """The events that count against the bounds. Storage only reads it."""
     sequences: dict[bytes, AcceptedSequences]
-    """The accepted sequence numbers by the key of the producer. Storage only reads them."""
-
-    # The events in memory
-
-    @property
-    def unsealed_events(self) -> int:
-        """How many events are in the open block, which storage has not seen yet."""
-
-    def seal_open_block(self) -> None:
-        """Seal the open block if it has events; this calls :meth:`Storage.on_sealed`."""
-
-    def trim_buffer(self, stored_end: int, max_bytes: int) -> None:
-        """Drop the oldest blocks below ``stored_end`` until the buffer has ``max_bytes``."""
+    """The accepted sequence numbers by the key of the producer."""
 
     def ranges_in_memory(self, first: int) -> list[BlockRange]:
         """Return copies of the charged ranges from ``first`` on, oldest first.
@@ -99,25 +89,17 @@ class StorageHost(Protocol):
     def release_memory(self, end: int) -> None:
         """Give up contents and room of the events below ``end``, which storage now has."""
 
-    def freed_ranges(self) -> list[Span]:
-        """Return the batches in flight whose contents are neither in memory nor in storage."""
-
-    # Reports
-
     def update_threshold(self) -> None:
         """Update the size at which publishers call :meth:`Storage.on_growth`."""
 
     def mark_persisted(self, end: int) -> None:
         """Report that everything below ``end`` is persisted."""
 
+    def wait_level(self, level: AckLevel, end: int, timeout: float | None) -> bool:
+        """Wait until everything below ``end`` has reached a level; false on timeout or close."""
+
     def settle_delivered(self, offset: int, *, notify: bool) -> None:
         """Report that the node delivered everything below ``offset``."""
-
-    def wait_persisted(self, end: int, timeout: float) -> None:
-        """Wait until everything below ``end`` is persisted. Not under the lock."""
-
-    def hold_publishers(self, *, hold: bool) -> None:
-        """Keep every publisher out, even if there is room, or let them in again."""
 
     def lose(self, first: int, end: int) -> None:
         """Report that storage lost the events of the range."""

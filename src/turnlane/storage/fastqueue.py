@@ -201,10 +201,6 @@ class FastQueueMetadata:
     """Position of the first block that FastQueue had not returned to a reader."""
     writer_offset: int
     """Position at which FastQueue would have written next."""
-    entry_count: int | None = None
-    """Blocks that wait, also in memory; version 1 does not say."""
-    total_bytes: int | None = None
-    """Their size before compression; version 1 does not say."""
     name: str = ""
 
 
@@ -233,17 +229,7 @@ def _parse_metadata(fields: object) -> FastQueueMetadata:
     if reader is None or writer is None:
         raise BadMetadata("has no valid offsets; everything counts as unread")
     version = _get_number(fields, "version") or 1
-    # FastQueue does not write a count of 0, so from version 2 on a missing count means 0.
-    default = None if version == 1 else 0
-    count, size = _get_number(fields, "entry_count"), _get_number(fields, "total_bytes")
-    return FastQueueMetadata(
-        version=version,
-        reader_offset=reader,
-        writer_offset=writer,
-        entry_count=default if count is None else count,
-        total_bytes=default if size is None else size,
-        name=str(fields.get("name", "")),
-    )
+    return FastQueueMetadata(version, reader, writer, str(fields.get("name", "")))
 
 
 def _get_number(fields: dict[str, object], name: str) -> int | None:

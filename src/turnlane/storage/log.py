@@ -423,13 +423,6 @@ class Log:
 
     # Segments
 
-    def rotate(self) -> None:
-        """Start a new segment, so that the former can be removed. No effect without events."""
-        self._require_good_sync()
-        active = self._active.segment
-        if active is not None and active.first < self._end:
-            self._start_segment(self._end, self._schema)
-
     def close_active_segment(self) -> None:
         """Stop appending to the active segment, so that it can be removed. Needs no space."""
         self._active.close()
@@ -440,7 +433,7 @@ class Log:
         if segment is None:
             return
         if segment is self._active.segment:
-            raise Bug("the active segment cannot be removed: rotate() or close it first")
+            raise Bug("the active segment cannot be removed: close it first")
         if segment.has_uncopied_damage:
             self._quarantine.move(segment.path)
         else:

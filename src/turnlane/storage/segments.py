@@ -141,8 +141,6 @@ class InvalidRegionKind(enum.StrEnum):
     """The end of the file; neither here nor after it is a valid frame."""
     CORRUPT_PAYLOAD = "corrupt_payload"
     CORRUPT_HEADER = "corrupt_header"
-    FOREIGN = "foreign"
-    """The segment belongs to another queue."""
     REPEAT = "repeat"
     """Offsets that came before: an interrupted rewrite leaves them. Harmless."""
     GAP = "gap"
@@ -173,20 +171,13 @@ def scan_segment(
     expected_offset: int,
     *,
     check_payload: bool = True,
-    queue_id: str | None = None,
     size: int | None = None,
 ) -> Iterator[ValidFrame | InvalidRegion]:
     """Yield every region of the segment from ``from_byte`` on, in order.
 
-    With a ``queue_id`` and from byte 0, a segment of another queue is one ``FOREIGN`` region.
     Payloads are read only with ``check_payload``. ``size`` replaces the file's length.
     """
     size = disk.size(fd) if size is None else size
-    if queue_id is not None and from_byte == 0:
-        schema = read_segment_schema(disk, fd)
-        if schema and schema.queue_id != queue_id:
-            yield InvalidRegion(InvalidRegionKind.FOREIGN, 0, size, None, None)
-            return
     byte, expected = from_byte, expected_offset
     while byte < size:
         region = _classify_region(disk, fd, byte, size, expected, check_payload=check_payload)
