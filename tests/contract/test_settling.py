@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from turnlane.events import Block
 from turnlane.queues.buffer import BlockRange
-from turnlane.queues.storage_api import LostRange
+from turnlane.storage.reader import UnreadableRange
 
 
 def opened(harness: Harness, count: int, **knobs: Any) -> BufferedQueue:
@@ -194,7 +194,7 @@ def test_events_settled_during_a_disk_read_are_not_handed_out(
     storage = state_of(queue).storage
     fetch = storage.fetch
 
-    def fetch_slowly(wanted: BlockRange) -> list[Block] | LostRange:
+    def fetch_slowly(wanted: BlockRange) -> list[Block] | UnreadableRange:
         found = fetch(wanted)
         monkeypatch.undo()
         queue.settle(2, 5)

@@ -51,8 +51,9 @@ from turnlane.queues.consumer import ConsumerSide
 from turnlane.queues.producer import BufferedProducer, hash_producer_id
 from turnlane.queues.settings import Kind, QueueSettings
 from turnlane.queues.state import QueueState
-from turnlane.queues.storage_api import LostRange, Storage
+from turnlane.queues.storage_api import Storage
 from turnlane.storage.producer_sequences import GapPolicy
+from turnlane.storage.reader import UnreadableRange
 
 log = get_logger(__name__)
 
@@ -407,7 +408,7 @@ class BufferedQueue(Queue):
                 found = self._storage.read(first, end)
                 if found is None:
                     break
-                if not isinstance(found, LostRange):
+                if not isinstance(found, UnreadableRange):
                     return found
                 # It can never be read: a reader would wait for it without end.
                 self.settle(first, min(found.end, end), found.outcome)

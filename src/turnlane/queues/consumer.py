@@ -19,7 +19,7 @@ from turnlane.logs import get_logger
 from turnlane.queues.buffer import BlockRange
 from turnlane.queues.positions import BatchState, BufferedBatch
 from turnlane.queues.state import QueueState
-from turnlane.queues.storage_api import LostRange
+from turnlane.storage.reader import UnreadableRange
 from turnlane.units import TimeWindow
 
 log = get_logger(__name__)
@@ -162,7 +162,7 @@ class ConsumerSide:
         try:
             while len(wanted):
                 found = self._storage.fetch(wanted)
-                if not isinstance(found, LostRange):
+                if not isinstance(found, UnreadableRange):
                     break
                 end = min(found.end, wanted.end)
                 self._settle_unreadable(wanted, found.first, end, found.outcome)

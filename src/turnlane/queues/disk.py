@@ -38,7 +38,7 @@ from turnlane.pacing import double_wait
 from turnlane.queues.api import AckLevel, Durability, Stats
 from turnlane.queues.buffer import BlockRange
 from turnlane.queues.settings import QueueSettings
-from turnlane.queues.storage_api import LostRange, Storage, StorageHost, StoredState, TakeBatch
+from turnlane.queues.storage_api import Storage, StorageHost, StoredState, TakeBatch
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.producer_sequences import SequencedRange
 from turnlane.storage.reader import UnreadableRange
@@ -384,7 +384,7 @@ class LogStorage(Storage):
 
     # ── reading ─────────────────────────────────────────────────────────────────────────────────
 
-    def fetch(self, wanted: BlockRange) -> list[Block] | LostRange:
+    def fetch(self, wanted: BlockRange) -> list[Block] | UnreadableRange:
         blocks: list[Block] = []
         at = wanted.first
         with self._fetching:
@@ -393,7 +393,7 @@ class LogStorage(Storage):
                 if isinstance(found, UnreadableRange):
                     if blocks:
                         break
-                    return LostRange(*found)
+                    return found
                 end = at + found.block.num_rows
                 is_large = wanted.size * (end - wanted.first) >= JOIN_BYTES * len(wanted)
                 if is_large and blocks:
@@ -404,9 +404,8 @@ class LogStorage(Storage):
                     break
         return blocks
 
-    def read(self, first: int, end: int) -> tuple[int, Block] | LostRange | None:
-        found = self.store.visit(first, end)
-        return LostRange(*found) if isinstance(found, UnreadableRange) else found
+    def read(self, first: int, end: int) -> tuple[int, Block] | UnreadableRange | None:
+        return self.store.visit(first, end)
 
     # ── closing ─────────────────────────────────────────────────────────────────────────────────
 

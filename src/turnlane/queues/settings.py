@@ -173,7 +173,7 @@ class QueueSettings(BaseModel):
     path: Path | None = knob(
         None,
         ON_DISK,
-        "The queue's directory, made if it is not there. Required.",
+        "The queue's directory; created if it does not exist. Required.",
         example="/var/lib/turnlane/orders",
         shown="required",
     )
@@ -223,19 +223,19 @@ class QueueSettings(BaseModel):
         WAITING,
         "How long publishing blocks before `QueueFull`. Only with `full_behavior: block`.",
         example="2s",
-        shown="for ever",
+        shown="no limit",
     )
     discard_mark: Mark | None = knob(
         None,
         WAITING,
-        "From this fill level on, events of `discard_severity` and beyond are shed.",
+        "From this fill level on, events of `discard_severity` or less important are dropped.",
         example="98%",
         shown="off",
     )
     discard_severity: Count | None = knob(
         None,
         WAITING,
-        "The most important severity that may be shed: 0 (emergency) to 7 (debug). "
+        "The most important severity that may be dropped: 0 (emergency) to 7 (debug). "
         "Together with `discard_mark`.",
         example=5,
         shown="off",
@@ -257,7 +257,7 @@ class QueueSettings(BaseModel):
         example="60%",
     )
     light_delay: Duration = knob(
-        "1s", WAITING, "How long such a producer waits at most, each time.", example="200ms"
+        "1s", WAITING, "The longest wait of such a producer, each time.", example="200ms"
     )
     high_watermark: Mark = knob(
         "90%",
@@ -268,7 +268,7 @@ class QueueSettings(BaseModel):
     low_watermark: Mark | None = knob(
         None,
         (Kind.DISK_ASSISTED,),
-        "The fill level at which that ends again. Below `high_watermark`.",
+        "The fill level at which this ends. Below `high_watermark`.",
         example="50%",
         shown="70% of `high_watermark`",
     )
@@ -280,7 +280,7 @@ class QueueSettings(BaseModel):
     minimum_batch_size: Count = knob(
         1,
         WAITING,
-        "Wait for so many events before handing out a batch. At most the size of a batch.",
+        "Wait for this many events before handing out a batch. At most the size of a batch.",
         example=100,
         ge=1,
     )
@@ -290,7 +290,7 @@ class QueueSettings(BaseModel):
     dequeue_rate: Rate | None = knob(
         None,
         STORING,
-        "The most events handed out per second.",
+        "The most events that are handed out per second.",
         example=5000,
         shown="no limit",
         gt=0,
@@ -303,7 +303,7 @@ class QueueSettings(BaseModel):
         shown="always",
     )
     sampling_interval: Count = knob(
-        1, ALL, "Keep one event of so many; the others are dropped and counted.", example=10, ge=1
+        1, ALL, "Keep one of this many events; drop and count the others.", example=10, ge=1
     )
 
     # stopping
@@ -313,18 +313,18 @@ class QueueSettings(BaseModel):
     completion_timeout: Duration = knob(
         "30s",
         STORING,
-        "How long a worker's consumer may take over a batch before it is cancelled and the batch "
+        "How long a worker's consumer may work on a batch. Then it is cancelled and the batch is "
         "released.",
         example="2m",
         gt=0,
     )
     idle_timeout: Duration = knob(
-        "60s", STORING, "How long a worker without work lives on.", example="10s"
+        "60s", STORING, "How long a worker without work stays.", example="10s"
     )
     save_on_shutdown: bool = knob(
         default=True,
         kinds=(Kind.DISK_ASSISTED,),
-        meaning="Write what is in memory to disk on close; otherwise it is dropped and counted.",
+        meaning="Write the events in memory to disk on close; otherwise they are dropped.",
         example=False,
         shown="true",
     )
@@ -334,7 +334,7 @@ class QueueSettings(BaseModel):
     worker_minimum_events: Count | None = knob(
         None,
         STORING,
-        "One more worker for every so many events waiting. At most `size`.",
+        "One worker per this many waiting events. At most `size`.",
         example=5000,
         shown="`size` / `workers`; without a `size`: `dequeue_batch_size`",
         ge=1,
@@ -344,8 +344,8 @@ class QueueSettings(BaseModel):
     durability: DiskDurability = knob(
         Durability.INTERVAL,
         ON_DISK,
-        "When data is synced: before every ack (`always`, one sync for all who wait), every "
-        "`sync_interval` (`interval`), or when the operating system likes (`never`).",
+        "When data is synced: before every ack (`always`, one sync for all that wait), every "
+        "`sync_interval` (`interval`), or only by the operating system (`never`).",
         example="always",
     )
     sync_interval: Duration = knob(
@@ -356,12 +356,12 @@ class QueueSettings(BaseModel):
         gt=0,
     )
     chunk_size: Size = knob(
-        "64Mi", ON_DISK, "A new chunk file is begun after so many bytes.", example="256Mi", ge=1
+        "64Mi", ON_DISK, "A new chunk file starts after this many bytes.", example="256Mi", ge=1
     )
     memory_bytes: Size = knob(
         "64Mi",
         ON_DISK,
-        "The log's newest events also kept in memory, so a consumer that keeps up never reads "
+        "How much of the newest events also stays in memory. A consumer that keeps up never reads "
         "the disk.",
         example="16Mi",
         ge=1,
@@ -369,20 +369,20 @@ class QueueSettings(BaseModel):
     write_buffer: Size = knob(
         "2Mi",
         ON_DISK,
-        "What is gathered before it is written. At most `chunk_size`.",
+        "How much is collected before it is written. At most `chunk_size`.",
         example="256Ki",
     )
     stale_flush: Duration = knob(
         "30s",
         ON_DISK,
-        "Gathered events older than this are written even if nothing else asks for it.",
+        "Collected events that are older than this are written in any case.",
         example="5s",
         gt=0,
     )
     compression: Compression = knob(
         Compression.AUTO,
         ON_DISK,
-        "Compression of each frame: `snappy`, `none`, or `auto` (while the disk is too slow).",
+        "Compression of each frame: `snappy`, `none`, or `auto` (only while the disk is too slow).",
         example="none",
     )
 
@@ -393,7 +393,7 @@ class QueueSettings(BaseModel):
     batches: Count = knob(
         4,
         (Kind.PROXY,),
-        "How many batches are held; `batches` × `batch_size` is the queue's size.",
+        "How many batches the queue holds; `batches` × `batch_size` is the queue's size.",
         example=8,
         ge=1,
     )
@@ -625,7 +625,7 @@ def _check_mark(settings: QueueSettings, setting: str) -> Iterator[ConfigIssue]:
     mark: int | Percentage = getattr(settings, setting)
     size = settings.size
     if size is None and isinstance(mark, Percentage):
-        yield ConfigIssue(setting, f"{mark} of what? Set size, or write a number of events")
+        yield ConfigIssue(setting, f"{mark} needs a size; set size, or write a number of events")
     elif mark == 0 and setting != "low_watermark":
         yield ConfigIssue(setting, "must be at least 1 event, or null to switch it off")
     elif size is not None and isinstance(mark, int) and mark > size:

@@ -17,7 +17,7 @@ import abc
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import pyarrow as pa
 
@@ -31,14 +31,7 @@ from turnlane.queues.api import AckLevel, Batch, Durability, Stats
 from turnlane.queues.buffer import BlockRange, Buffer
 from turnlane.queues.positions import BufferedBatch, InFlight, Positions
 from turnlane.storage.producer_sequences import AcceptedSequences
-
-
-class LostRange(NamedTuple):
-    """Offsets ``first`` to ``end - 1`` that storage can never read: corrupt or missing."""
-
-    first: int
-    end: int
-    outcome: Outcome
+from turnlane.storage.reader import UnreadableRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +169,7 @@ class Storage(abc.ABC):
 
     # Reading
 
-    def fetch(self, wanted: BlockRange) -> list[Block] | LostRange:
+    def fetch(self, wanted: BlockRange) -> list[Block] | UnreadableRange:
         """Read the events of a range, from its first on, or as many as lie together.
 
         Only one thread calls this at a time. Returns nothing once the storage is closed. Raises
@@ -184,7 +177,7 @@ class Storage(abc.ABC):
         """
         raise Bug(f"offset {wanted.first} is neither in memory nor in storage")
 
-    def read(self, first: int, end: int) -> tuple[int, Block] | LostRange | None:
+    def read(self, first: int, end: int) -> tuple[int, Block] | UnreadableRange | None:
         """Read events by offset, for readers that take nothing; ``None`` if there are none."""
         del first, end
         return None

@@ -35,12 +35,7 @@ from turnlane.storage.encoder import (
 )
 from turnlane.storage.frames import LogPosition, ProducerSequence
 from turnlane.storage.reader import LogReader
-from turnlane.storage.recovery import (
-    LogRecovery,
-    LostRanges,
-    RebuiltFrame,
-    SegmentRewrite,
-)
+from turnlane.storage.recovery import LogRecovery, LostRanges, RebuiltFrame, SegmentRewrite
 from turnlane.storage.segments import (
     Segment,
     SegmentCatalog,
