@@ -12,9 +12,9 @@ from tests.table.database_fixture import (
     settle,
     take,
 )
-from turnlane.table.event import TableEvent
 from turnlane.table.fetcher import PAGE_ROWS
 from turnlane.table.queue import TableQueue
+from turnlane.table.receiver import TableEvent
 from turnlane.table.shards import KeyRange, keyspace_id
 
 SOON = 20.0

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from turnlane.errors import ConfigError, SyntaxFault
 from turnlane.table.definition import SYSTEM_COLUMNS, Layout, TableOrdering, TableSettings
 from turnlane.table.dispatcher import assign_events
-from turnlane.table.event import EVENT_COLUMNS, TableEvent
 from turnlane.table.fetcher import MAX_GAPS, STALE_AFTER, IdGaps, StaleIdGaps
 from turnlane.table.grammar import CreateQueue, DropQueue, ShowQueues, parse, parse_definition
 from turnlane.table.leader_state import InFlightEvents, ReceiverSlot
 from turnlane.table.ordering import KeyOrder
+from turnlane.table.receiver import EVENT_COLUMNS, TableEvent
 from turnlane.table.shards import (
     KEYSPACE_SHIFT,
     WHOLE_KEYSPACE,

@@ -24,10 +24,9 @@ from tests.table.servers import PostgresServer
 from turnlane.databases import ErrorKind, Row, load_dialect
 from turnlane.errors import LeadLost, NameTaken
 from turnlane.node.tables import TableStream
-from turnlane.table.event import TableEvent
 from turnlane.table.manager import Manager
 from turnlane.table.queue import EventSelection, TableQueue
-from turnlane.table.receiver import Receiver
+from turnlane.table.receiver import Receiver, TableEvent
 from turnlane.table.shards import KeyRange, keyspace_id
 from turnlane.table.store import TableStore
 

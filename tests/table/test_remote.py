@@ -38,7 +38,7 @@ from turnlane.node.flight.server import FlightPlane
 from turnlane.service import Service
 from turnlane.serving.address import LOOPBACK, Address
 from turnlane.serving.auth import Authority
-from turnlane.table.event import TableEvent
+from turnlane.table.receiver import TableEvent
 from turnlane.table.shards import KeyRange, keyspace_id
 
 Receiving = table.Receiver | RemoteReceiver

@@ -24,8 +24,7 @@ from turnlane.databases import Row
 from turnlane.errors import LeadLost, Never, QueueClosed, TransportDown, TurnlaneError
 from turnlane.logs import get_logger
 from turnlane.runtime import Closeable
-from turnlane.table.event import EVENT_COLUMNS, TableEvent
-from turnlane.table.receiver import DEFAULT_PREFETCH, LostAckCounter
+from turnlane.table.receiver import DEFAULT_PREFETCH, EVENT_COLUMNS, LostAckCounter, TableEvent
 from turnlane.table.shards import KeyRange
 
 log = get_logger(__name__)

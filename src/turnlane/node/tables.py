@@ -24,8 +24,7 @@ from turnlane.events import Block
 from turnlane.logs import get_logger
 from turnlane.runtime import Closeable, start_thread
 from turnlane.table.definition import Definition
-from turnlane.table.event import EVENT_COLUMNS, TableEvent
-from turnlane.table.receiver import Receiver
+from turnlane.table.receiver import EVENT_COLUMNS, Receiver, TableEvent
 from turnlane.table.rows import build_block
 from turnlane.table.sharded import ShardedQueue, connect_shards
 from turnlane.table.shards import KeyRange, ShardMap

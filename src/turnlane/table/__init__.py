@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from turnlane.table.definition import TableSettings
-from turnlane.table.event import TableEvent
 from turnlane.table.manager import Manager
 from turnlane.table.queue import Database, TableQueue, connect
-from turnlane.table.receiver import Receiver
+from turnlane.table.receiver import Receiver, TableEvent
 from turnlane.table.schedules import Schedule
 from turnlane.table.sharded import ShardedDatabase, ShardedQueue, connect_shards
 from turnlane.table.shards import KeyRange, Shard, ShardMap, keyspace_id

@@ -19,8 +19,8 @@ from typing import Any
 from turnlane.databases import Row
 from turnlane.errors import DatabaseDown, DatabaseReadOnly
 from turnlane.pacing import TokenBucket
-from turnlane.table.event import EVENT_COLUMNS, TableEvent
 from turnlane.table.leader_state import LeaderState, ReceiverSlot
+from turnlane.table.receiver import EVENT_COLUMNS, TableEvent
 
 MAX_UNMARKED_AGE = 1.0
 """Seconds for which a row counts as freshly read."""

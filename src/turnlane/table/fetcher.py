@@ -21,10 +21,10 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Final
 
 from turnlane.databases import Row
-from turnlane.table.event import TableEvent
 from turnlane.table.leader_state import LeaderState, ReceiverSlot
 from turnlane.table.ordering import KeyBacklog, KeyOrder
 from turnlane.table.queue_sql import get_queue_sql
+from turnlane.table.receiver import TableEvent
 from turnlane.table.shards import KeyRange, subtract_ranges
 from turnlane.table.store import Position, TransactionSnapshot
 from turnlane.table.window import MAX_FIRE_TIME

@@ -46,12 +46,11 @@ from turnlane.logs import get_logger
 from turnlane.runtime import Closeable, start_thread
 from turnlane.table.definition import Definition
 from turnlane.table.dispatcher import EventDispatcher
-from turnlane.table.event import TableEvent
 from turnlane.table.fetcher import FIRST_POSITION, Fetcher, RowFinder
 from turnlane.table.leader_state import LeaderState, ManagerCounts, ReceiverSlot
 from turnlane.table.lease import LeaderLease
 from turnlane.table.queue_sql import get_queue_sql
-from turnlane.table.receiver import ManagerHandle
+from turnlane.table.receiver import ManagerHandle, TableEvent
 from turnlane.table.settlement import Settlement
 from turnlane.table.store import BATCH_SIZE, TableStore
 

@@ -15,10 +15,9 @@ from operator import attrgetter
 
 from turnlane.clock import Clock
 from turnlane.table.definition import Definition, TableOrdering
-from turnlane.table.event import TableEvent
 from turnlane.table.lease import LeaderLease
 from turnlane.table.ordering import KeyOrder
-from turnlane.table.receiver import ManagerHandle, Receiver
+from turnlane.table.receiver import ManagerHandle, Receiver, TableEvent
 from turnlane.table.shards import KEYSPACE_SHIFT, WHOLE_KEYSPACE, KeyRange, keyspace_id
 from turnlane.table.store import TableStore
 from turnlane.table.window import MAX_FIRE_TIME, RangeBacklogs, Window

@@ -30,12 +30,11 @@ from turnlane.errors import (
 )
 from turnlane.logs import get_logger
 from turnlane.runtime import Closeable, start_thread
-from turnlane.table.event import EVENT_COLUMNS, TableEvent
 from turnlane.table.leader import LeaderTerm, Vacuum
 from turnlane.table.leader_state import ManagerCounts, ReceiverSlot
 from turnlane.table.lease import LeaderLease
 from turnlane.table.queue_sql import CHANNEL
-from turnlane.table.receiver import Receiver
+from turnlane.table.receiver import EVENT_COLUMNS, Receiver, TableEvent
 from turnlane.table.store import TableStore
 
 log = get_logger(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Container, Hashable, Iterable
 from itertools import islice
 from typing import Final, NamedTuple
 
-from turnlane.table.event import TableEvent
+from turnlane.table.receiver import TableEvent
 from turnlane.table.shards import KeyRange
 from turnlane.table.store import Position
 

@@ -13,11 +13,10 @@ from turnlane.databases import Connection, Dialect, Row, execute_statement, tran
 from turnlane.runtime import Closeable
 from turnlane.table.catalog import QueueCatalog
 from turnlane.table.definition import SYSTEM_COLUMNS, Definition
-from turnlane.table.event import EVENT_COLUMNS
 from turnlane.table.grammar import CreateQueue, DropQueue, ShowQueues, parse, run_schedule_statement
 from turnlane.table.manager import Manager
 from turnlane.table.queue_sql import STATES, FilteredStatement, get_queue_sql, load_queue_dialect
-from turnlane.table.receiver import DEFAULT_PREFETCH, Receiver
+from turnlane.table.receiver import DEFAULT_PREFETCH, EVENT_COLUMNS, Receiver
 from turnlane.table.schedules import Schedule
 from turnlane.table.shards import WHOLE_KEYSPACE, KeyRange
 from turnlane.table.store import TableStore

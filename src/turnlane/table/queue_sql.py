@@ -18,7 +18,7 @@ from typing import ClassVar, Final, NamedTuple
 
 from turnlane.databases import ConnectOptions, Dialect, Row, load_dialect
 from turnlane.table.definition import TYPES, Column, Definition, Layout
-from turnlane.table.event import EVENT_COLUMNS
+from turnlane.table.receiver import EVENT_COLUMNS
 from turnlane.table.shards import keyspace_id
 
 STATES: Final = ("to_be_fired", "fired", "acked", "dead")
@@ -32,6 +32,10 @@ CHANNEL: Final = "turnlane"
 _STATE_LIST: Final = ", ".join(f"'{state}'" for state in STATES)
 _QUEUE_TABLE: Final = (
     "CREATE TABLE IF NOT EXISTS turnlane_queue (name TEXT PRIMARY KEY, definition TEXT NOT NULL)"
+)
+_TEXT_COLUMNS: Final = (
+    *(f"{name} VARCHAR(255)" for name in ("event_name", "event_group", "after_group")),
+    "last_error TEXT",
 )
 IS_OPEN: Final = "state IN ('to_be_fired', 'fired')"
 """The condition that an event is open: neither acked nor dead."""
@@ -119,12 +123,18 @@ class QueueSql(abc.ABC):
         """Return the inside of a ``CREATE TABLE``, a line for each declaration."""
         return ",\n".join(f"    {line}" for line in lines)
 
-    def _index_if_set(self, table: str, short: str, column: str, *, unique: bool = False) -> str:
-        """Return a statement that creates an index of the rows in which a column is not null."""
+    def _index_names_and_groups(self, table: str, by_name: str) -> list[str]:
+        """Return statements that create indexes of the rows with a name, or with a group."""
         quote = self.dialect.quote_bare_name
-        kind = "UNIQUE INDEX" if unique else "INDEX"
-        index = f"{quote(f'{table}_{short}')} ON {quote(table)} ({column})"
-        return f"CREATE {kind} {index} WHERE {column} IS NOT NULL"
+        return [
+            f"CREATE {kind} {quote(f'{table}_{short}')} ON {quote(table)} ({column}) "
+            f"WHERE {column} IS NOT NULL"
+            for kind, short, column in (
+                ("UNIQUE INDEX", by_name, "event_name"),
+                ("INDEX", "group", "event_group"),
+                ("INDEX", "after", "after_group"),
+            )
+        ]
 
 
 class SqliteQueueSql(QueueSql):
@@ -165,9 +175,7 @@ class SqliteQueueSql(QueueSql):
                 f"CREATE INDEX {quote(f'{name}_{short}')} ON {quote(name)} ({column}, event_id)"
                 for short, column in indexes
             ),
-            self._index_if_set(name, "name", "event_name", unique=True),
-            self._index_if_set(name, "group", "event_group"),
-            self._index_if_set(name, "after", "after_group"),
+            *self._index_names_and_groups(name, "name"),
         ]
 
     def set_next_id(self, table: str, first_id: int) -> list[str]:
@@ -244,10 +252,7 @@ class PostgresQueueSql(QueueSql):
             "attempts INTEGER NOT NULL DEFAULT 0",
             "priority SMALLINT NOT NULL DEFAULT 0",
             f"keyspace_id BIGINT GENERATED ALWAYS AS (({hashed})) STORED",
-            "event_name VARCHAR(255)",
-            "event_group VARCHAR(255)",
-            "after_group VARCHAR(255)",
-            "last_error TEXT",
+            *_TEXT_COLUMNS,
             *map(self.declare_column, definition.columns),
             f"PRIMARY KEY ({'keyspace_id' if by_keyspace else 'fire_at'}, event_id)",
             "UNIQUE (event_id)",
@@ -260,9 +265,7 @@ class PostgresQueueSql(QueueSql):
                 "    autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 20000\n)"
             ),
             *([by_time] if by_keyspace else []),
-            self._index_if_set(name, "event_name", "event_name", unique=True),
-            self._index_if_set(name, "group", "event_group"),
-            self._index_if_set(name, "after", "after_group"),
+            *self._index_names_and_groups(name, "event_name"),
             (
                 f"CREATE TRIGGER {quote(name + '_wake')} AFTER INSERT ON {quote(name)} "
                 "FOR EACH STATEMENT EXECUTE FUNCTION turnlane_wake()"
@@ -333,10 +336,7 @@ class MysqlQueueSql(QueueSql):
             f"state VARCHAR(11) NOT NULL DEFAULT 'to_be_fired' CHECK (state IN ({_STATE_LIST}))",
             "attempts INT NOT NULL DEFAULT 0",
             "priority SMALLINT NOT NULL DEFAULT 0",
-            "event_name VARCHAR(255)",
-            "event_group VARCHAR(255)",
-            "after_group VARCHAR(255)",
-            "last_error TEXT",
+            *_TEXT_COLUMNS,
             *map(self.declare_column, definition.columns),
             f"keyspace_id BIGINT {computed}",
             f"PRIMARY KEY ({'keyspace_id' if by_keyspace else 'fire_at'}, event_id)",
@@ -375,16 +375,14 @@ class MysqlQueueSql(QueueSql):
         return statement, tuple(itertools.chain.from_iterable(decisions))
 
 
-_CLASSES: Final[dict[str, type[QueueSql]]] = {
-    "sqlite": SqliteQueueSql,
-    "postgres": PostgresQueueSql,
-    "mysql": MysqlQueueSql,
-}
-
-
 def get_queue_sql(dialect: Dialect) -> QueueSql:
     """Return the SQL of queue tables in the database of a dialect."""
-    return _CLASSES[dialect.name](dialect)
+    classes: dict[str, type[QueueSql]] = {
+        "sqlite": SqliteQueueSql,
+        "postgres": PostgresQueueSql,
+        "mysql": MysqlQueueSql,
+    }
+    return classes[dialect.name](dialect)
 
 
 def _add_attempts(column: str) -> str:

@@ -273,21 +273,28 @@ class ScheduleTable:
         check_columns(schedule.columns, self._inserter.definition)
         encoded = schedule.encode_columns()
         wanted = (schedule.every, schedule.time_zone, encoded)
-        self._try_insert(json.loads(encoded))
 
-        def work(execute: Execute) -> None:
+        def try_event(execute: Execute) -> None:
+            self._insert_event(execute, json.loads(encoded))
+            raise _RollBack
+
+        try:
+            # Insert the event and roll back: a wrong event fails now, not when it is due.
+            with contextlib.suppress(_RollBack):
+                self._session.transact(try_event)
+        except self._inserter.dialect.error as error:
+            raise SchemaMismatch(f"{self._queue!r} takes no such event: {error}") from error
+
+        def replace(execute: Execute) -> None:
             key = (self._queue, schedule.name)
-            select = (
-                "SELECT cron, time_zone, event FROM turnlane_schedule "
-                "WHERE queue = %s AND name = %s {lock}"
-            )
+            select = "SELECT cron, time_zone, event FROM turnlane_schedule WHERE {key} {lock}"
             if execute(self._render(select), key).rows() == [wanted]:
                 return
             now = execute(self._render("SELECT {now}")).rows()[0][0]
             self._delete(execute, schedule.name)
             self._insert(execute, (*key, *wanted, schedule.find_next(now)))
 
-        self._session.transact(work)
+        self._session.transact(replace)
 
     def remove(self, name: str) -> bool:
         """Delete a schedule; false if there is none. Events that it inserted stay."""
@@ -295,22 +302,19 @@ class ScheduleTable:
 
     def list_due_within(self, seconds: float) -> list[tuple[str, int]]:
         """Return names and times of schedules that are due within some seconds, by time."""
-        found = self._session.query(
-            self._render(
-                "SELECT name, next_at FROM turnlane_schedule "
-                "WHERE queue = %s AND next_at <= {now} + %s ORDER BY next_at"
-            ),
-            (self._queue, round(seconds * 1e9)),
+        select = self._render(
+            "SELECT name, next_at FROM turnlane_schedule "
+            "WHERE queue = %s AND next_at <= {now} + %s ORDER BY next_at"
         )
+        found = self._session.query(select, (self._queue, round(seconds * 1e9)))
         return [(row[0], row[1]) for row in found]
 
     def fire(self, execute: Execute, name: str) -> None:
         """Insert the event of a schedule, if it is due, and set its next time after now."""
-        due = "WHERE queue = %s AND name = %s AND next_at <= {now} {lock}"
-        found = execute(
-            self._render(f"SELECT {_COLUMNS}, {{now}} FROM turnlane_schedule {due}"),
-            (self._queue, name),
-        ).rows()
+        key = (self._queue, name)
+        select = f"SELECT {_COLUMNS}, {{now}} FROM turnlane_schedule "
+        select += "WHERE {key} AND next_at <= {now} {lock}"
+        found = execute(self._render(select), key).rows()
         if not found:
             return
         *row, now = found[0]
@@ -319,12 +323,8 @@ class ScheduleTable:
         same_name = "SELECT 1 FROM {table} WHERE event_name = %s"
         if not execute(self._render(same_name), (event["event_name"],)).rows():
             self._insert_event(execute, event)
-        execute(
-            self._render(
-                "UPDATE turnlane_schedule SET next_at = %s WHERE queue = %s AND name = %s"
-            ),
-            (schedule.find_next(now), self._queue, name),
-        )
+        update = "UPDATE turnlane_schedule SET next_at = %s WHERE {key}"
+        execute(self._render(update), (schedule.find_next(now), *key))
 
     # ── for a reshard ────────────────────────────────────────────────────────────────────────────
 
@@ -339,19 +339,6 @@ class ScheduleTable:
 
     # ── helpers ──────────────────────────────────────────────────────────────────────────────────
 
-    def _try_insert(self, event: Mapping[str, Any]) -> None:
-        """Insert the event and roll back: a wrong event fails now, not when it is due."""
-
-        def work(execute: Execute) -> None:
-            self._insert_event(execute, event)
-            raise _RollBack
-
-        try:
-            with contextlib.suppress(_RollBack):
-                self._session.transact(work)
-        except self._inserter.dialect.error as error:
-            raise SchemaMismatch(f"{self._queue!r} takes no such event: {error}") from error
-
     def _insert_event(self, execute: Execute, event: Mapping[str, Any]) -> None:
         dialect = self._inserter.dialect
         names = [dialect.quote_name(name) for name in event]
@@ -364,12 +351,14 @@ class ScheduleTable:
         execute(self._render(f"{begin} turnlane_schedule ({_COLUMNS}) VALUES ({marks}) {end}"), row)
 
     def _delete(self, execute: Execute, name: str) -> bool:
-        delete = "DELETE FROM turnlane_schedule WHERE queue = %s AND name = %s"
+        delete = "DELETE FROM turnlane_schedule WHERE {key}"
         return execute(self._render(delete), (self._queue, name)).count > 0
 
     def _render(self, template: str) -> str:
+        """Fill in the queue's table, and the condition that selects one schedule."""
         dialect = self._inserter.dialect
-        return dialect.render(template, table=dialect.quote_name(self._queue))
+        key = f"queue = {dialect.placeholder} AND name = {dialect.placeholder}"
+        return dialect.render(template, table=dialect.quote_name(self._queue), key=key)
 
 
 def _decode_row(row: Row) -> Schedule:

@@ -14,10 +14,10 @@ from turnlane.databases import Row
 from turnlane.errors import TurnlaneError
 from turnlane.pacing import Backoff
 from turnlane.table.definition import MAX_RETRY_SECONDS, TableSettings
-from turnlane.table.event import TableEvent
 from turnlane.table.fetcher import RowFinder
 from turnlane.table.leader_state import LeaderState, ReceiverSlot
 from turnlane.table.queue_sql import RetryDecision
+from turnlane.table.receiver import TableEvent
 
 JITTER = 0.25
 """A quarter to either side, so that events that failed together do not come back together."""

@@ -24,12 +24,11 @@ from turnlane.errors import (
 )
 from turnlane.logs import get_logger
 from turnlane.runtime import Closeable, PeriodicThread
-from turnlane.table.event import TableEvent
 from turnlane.table.grammar import ScheduleStatement, parse, run_schedule_statement
 from turnlane.table.manager import Manager
 from turnlane.table.queue import Database, TableQueue
 from turnlane.table.queue_sql import load_queue_dialect
-from turnlane.table.receiver import DEFAULT_PREFETCH, Receiver
+from turnlane.table.receiver import DEFAULT_PREFETCH, Receiver, TableEvent
 from turnlane.table.reshard import ProgressCallback, Resharder, RowMover, find_plan
 from turnlane.table.schedules import Schedule
 from turnlane.table.shard_directory import ShardDirectory

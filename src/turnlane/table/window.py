@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
-from turnlane.table.event import TableEvent
+from turnlane.table.receiver import TableEvent
 from turnlane.table.shards import KEYSPACE_SHIFT, KEYSPACE_SIZE, WHOLE_KEYSPACE, KeyRange
 from turnlane.table.store import Position
 
