@@ -52,21 +52,14 @@ class ErrorKind(enum.Enum):
 class TlsFiles(Protocol):
     """The TLS settings of a client."""
 
-    @property
-    def ca(self) -> Path | None:
-        """The authorities to trust; the system's if none is given."""
-
-    @property
-    def cert(self) -> Path | None:
-        """The client's certificate."""
-
-    @property
-    def key(self) -> Path | None:
-        """The private key of the certificate."""
-
-    @property
-    def verify(self) -> bool:
-        """Whether to check the certificate and the name of the server."""
+    ca: Path | None
+    """The authorities to trust; the system's if none is given."""
+    cert: Path | None
+    """The client's certificate."""
+    key: Path | None
+    """The private key of the certificate."""
+    verify: bool
+    """Whether to check the certificate and the name of the server."""
 
     def make_context(self) -> ssl.SSLContext:
         """Read the files. Raises ``RetryLater``."""

@@ -21,12 +21,11 @@ with a semicolon. Comments start with ``--``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Final, NamedTuple, NoReturn, TypeVar
 
-from turnlane.errors import ConfigError, NoSuchSchedule, SyntaxFault
+from turnlane.errors import ConfigError, SyntaxFault
 from turnlane.table.definition import TYPES, Column, Definition, TableSettings, check_name
 from turnlane.table.schedules import Schedule
 from turnlane.validation import suggest
@@ -353,45 +352,3 @@ class _Parser:
 def _unquote(text: str) -> str:
     quote = text[0]
     return text[1:-1].replace(quote * 2, quote)
-
-
-# ── running statements about schedules ───────────────────────────────────────────────────────────
-
-
-class ScheduleOwner(AbstractContextManager["ScheduleOwner"], Protocol):
-    """A queue in one database or in several, with its schedules."""
-
-    def schedule(self, name: str, every: str, time_zone: str, /, **columns: object) -> None:
-        """Create a schedule."""
-
-    def unschedule(self, name: str) -> bool:
-        """Delete a schedule; false if there is none."""
-
-    def schedules(self) -> list[Schedule]:
-        """Return all schedules."""
-
-
-def run_schedule_statement(
-    statement: ScheduleStatement,
-    open_queue: Callable[[str], ScheduleOwner],
-    list_queues: Callable[[], Iterable[str]],
-) -> list[str]:
-    """Run a statement; returns the schedule's name, or for SHOW the statements that create all."""
-    match statement:
-        case CreateSchedule(schedule):
-            with open_queue(schedule.queue) as queue:
-                queue.schedule(
-                    schedule.name, schedule.every, schedule.time_zone, **schedule.columns
-                )
-            return [schedule.name]
-        case DropSchedule(name, queue_name):
-            with open_queue(queue_name) as queue:
-                if not queue.unschedule(name):
-                    raise NoSuchSchedule(f"{queue_name!r} has no schedule {name!r}")
-            return [name]
-        case _:
-            shown: list[str] = []
-            for queue_name in list_queues():
-                with open_queue(queue_name) as queue:
-                    shown += map(str, queue.schedules())
-            return shown

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from turnlane.databases import Connection, Dialect, Row, execute_statement, translate_errors
+from turnlane.errors import NoSuchSchedule
 from turnlane.runtime import Closeable
 from turnlane.table.catalog import QueueCatalog
 from turnlane.table.definition import SYSTEM_COLUMNS, Definition
-from turnlane.table.grammar import CreateQueue, DropQueue, ShowQueues, parse, run_schedule_statement
+from turnlane.table.grammar import (
+    CreateQueue,
+    CreateSchedule,
+    DropQueue,
+    DropSchedule,
+    ScheduleStatement,
+    ShowQueues,
+    parse,
+)
 from turnlane.table.manager import Manager
 from turnlane.table.queue_sql import STATES, FilteredStatement, get_queue_sql, load_queue_dialect
 from turnlane.table.receiver import DEFAULT_PREFETCH, EVENT_COLUMNS, Receiver
 from turnlane.table.schedules import Schedule
 from turnlane.table.shards import WHOLE_KEYSPACE, KeyRange
 from turnlane.table.store import TableStore
+
+if TYPE_CHECKING:
+    from turnlane.table.sharded import ShardedQueue
 
 # ── reading a table beside its manager ───────────────────────────────────────────────────────────
 
@@ -414,3 +426,29 @@ def convert_to_nanoseconds(moment: datetime | int) -> int:
         raise ValueError("the time has no time zone; use a datetime with tzinfo")
     whole = int(moment.replace(microsecond=0).timestamp())
     return (whole * 1_000_000 + moment.microsecond) * 1_000
+
+
+def run_schedule_statement(
+    statement: ScheduleStatement,
+    open_queue: Callable[[str], TableQueue | ShardedQueue],
+    list_queues: Callable[[], Iterable[str]],
+) -> list[str]:
+    """Run a statement; returns the schedule's name, or for SHOW the statements that create all."""
+    match statement:
+        case CreateSchedule(schedule):
+            with open_queue(schedule.queue) as queue:
+                queue.schedule(
+                    schedule.name, schedule.every, schedule.time_zone, **schedule.columns
+                )
+            return [schedule.name]
+        case DropSchedule(name, queue_name):
+            with open_queue(queue_name) as queue:
+                if not queue.unschedule(name):
+                    raise NoSuchSchedule(f"{queue_name!r} has no schedule {name!r}")
+            return [name]
+        case _:
+            shown: list[str] = []
+            for queue_name in list_queues():
+                with open_queue(queue_name) as queue:
+                    shown += map(str, queue.schedules())
+            return shown

@@ -7,6 +7,7 @@ settings of inputs and outputs that say where a queue table is.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -115,16 +116,13 @@ class ShardRouter(Closeable):
                 raise ConfigError("shards", f"{name!r} has no SHARD BY column to choose one by")
             self.map = self._directory.find_newest_map(self.map)
         elif self.definition.shard_by is not None:
-            self.map = self._follow_map()
-
-    def _follow_map(self) -> ShardMap:
-        """Return the newest map, if the one database that is named was resharded."""
-        store = self._directory.get_store(self.map.shards[0])
-        try:
-            found = store.read_saved_map()
-        except store.dialect.error:
-            return self.map  # the table of maps does not exist: the queue was never resharded
-        return self.map if found is None else self._directory.find_newest_map(found)
+            # The one database that is named may have been resharded.
+            store = self._directory.get_store(self.map.shards[0])
+            found = None
+            with contextlib.suppress(store.dialect.error):  # no table of maps: it never was
+                found = store.read_saved_map()
+            if found is not None:
+                self.map = self._directory.find_newest_map(found)
 
     def get_dialect(self, shard: Shard) -> Dialect:
         """Return the dialect of a shard's database."""

@@ -24,9 +24,9 @@ from turnlane.errors import (
 )
 from turnlane.logs import get_logger
 from turnlane.runtime import Closeable, PeriodicThread
-from turnlane.table.grammar import ScheduleStatement, parse, run_schedule_statement
+from turnlane.table.grammar import ScheduleStatement, parse
 from turnlane.table.manager import Manager
-from turnlane.table.queue import Database, TableQueue
+from turnlane.table.queue import Database, TableQueue, run_schedule_statement
 from turnlane.table.queue_sql import load_queue_dialect
 from turnlane.table.receiver import DEFAULT_PREFETCH, Receiver, TableEvent
 from turnlane.table.reshard import ProgressCallback, Resharder, RowMover, find_plan
