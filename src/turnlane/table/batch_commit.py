@@ -223,12 +223,7 @@ class BatchStaging(Closeable):
             "event_group VARCHAR(255), after_group VARCHAR(255), {declared}, "
             f"PRIMARY KEY (stage, number)){get_table_options(self.dialect)}"
         )
-        for statement in (create_stages, get_writer_ddl(self.dialect)):
-            try:
-                self._session.change(self._render(statement))
-            except self.dialect.error:
-                # Two processes create it at once: PostgreSQL raises an error for one of them.
-                self._session.change(self._render(statement))
+        self._session.change(self._render(create_stages))
         self._session.transact(self._gate.prepare)
         self._is_prepared = True
 

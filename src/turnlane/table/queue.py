@@ -108,12 +108,19 @@ class TableScan:
 
         With ``first``, only this many rows, by fire time; otherwise all, in any order.
         """
-        statement, parameters = self._build_statement(selection, columns or self.columns, first)
-        with (
-            translate_errors(self._dialect),
-            contextlib.closing(self._dialect.connect()) as connection,
-        ):
-            yield from self._dialect.stream(connection, statement, parameters, size)
+        dialect = self._dialect
+        keyspace = get_queue_sql(dialect).get_keyspace(self._definition)
+        expressions = [
+            keyspace if name == "keyspace_id" else dialect.quote_name(name)
+            for name in columns or self.columns
+        ]
+        condition, parameters = selection.build_condition(dialect, self._definition)
+        table = dialect.quote_name(self._definition.name)
+        statement = f"SELECT {', '.join(expressions)} FROM {table} WHERE {condition}"
+        if first is not None:
+            statement += f" ORDER BY fire_at, event_id LIMIT {int(first)}"
+        with translate_errors(dialect), contextlib.closing(dialect.connect()) as connection:
+            yield from dialect.stream(connection, statement, parameters, size)
 
     def read_events(
         self, selection: EventSelection, first: int | None = None
@@ -126,21 +133,6 @@ class TableScan:
         """Return the ids of the events."""
         pages = self.read_pages(selection, ("event_id",), first=first)
         return [row[0] for page in pages for row in page]
-
-    def _build_statement(
-        self, selection: EventSelection, columns: Sequence[str], first: int | None
-    ) -> tuple[str, Row]:
-        dialect = self._dialect
-        keyspace = get_queue_sql(dialect).get_keyspace(self._definition)
-        expressions = [
-            keyspace if name == "keyspace_id" else dialect.quote_name(name) for name in columns
-        ]
-        condition, parameters = selection.build_condition(dialect, self._definition)
-        table = dialect.quote_name(self._definition.name)
-        statement = f"SELECT {', '.join(expressions)} FROM {table} WHERE {condition}"
-        if first is not None:
-            statement += f" ORDER BY fire_at, event_id LIMIT {int(first)}"
-        return statement, parameters
 
 
 _COUNT_WAITING: Final = (
