@@ -134,16 +134,19 @@ class TestEvents:
     def test_peek_shows_only_the_selected_events(self, db: DatabaseFixture) -> None:
         name = create_filled_queue(db).name
 
-        def seen(*options: str) -> list[str]:
+        def list_payloads(*options: str) -> list[str]:
             return [each["payload"] for each in run_json("peek", name, "--url", db.url, *options)]
 
-        assert seen() == ["due", "out", "given up", "later"]
-        assert seen("--count", "2") == ["due", "out"]
-        assert seen("--state", "dead", "--state", "fired") == ["out", "given up"]
+        assert list_payloads() == ["due", "out", "given up", "later"]
+        assert list_payloads("--count", "2") == ["due", "out"]
+        assert list_payloads("--state", "dead", "--state", "fired") == ["out", "given up"]
         assert (
-            seen("--name", "tomorrow") == seen("--key", "1") == seen("--since", "+1h") == ["later"]
+            list_payloads("--name", "tomorrow")
+            == list_payloads("--key", "1")
+            == list_payloads("--since", "+1h")
+            == ["later"]
         )
-        assert seen("--until", "+1h", "--state", "to_be_fired") == ["due"]
+        assert list_payloads("--until", "+1h", "--state", "to_be_fired") == ["due"]
         assert "tomorrow" in run_command("peek", name, "--url", db.url)
         assert run_command("peek", name, "--id", "123456", "--url", db.url) == "there are none\n"
         assert "--state: is one of" in run_command(

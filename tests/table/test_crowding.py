@@ -54,20 +54,20 @@ def test_receiver_that_takes_nothing_does_not_starve_other_key_ranges(
     _fill(db, queue, "-80", MANY)
     _fill(db, queue, "80-", 300)
     with queue.receive("-80", prefetch=3) as stuck, queue.receive("80-") as receiver:
-        held = take(stuck, 3)
+        first_events = take(stuck, 3)
         settle(receiver, take(receiver, 300, SOON))
         _fill(db, queue, "80-", 10)  # the manager knows now that the others are stuck
         settle(receiver, take(receiver, 10, SOON))
         assert queue.manager().waiting < MANY / 2
-        settle(stuck, held)
+        settle(stuck, first_events)
         with queue.receive("-80") as rescuer:
-            seen = payloads(held)
-            while len(seen) < MANY:
+            received = payloads(first_events)
+            while len(received) < MANY:
                 for each in (rescuer, stuck):
                     events = each.take(timeout=0.01)
-                    seen += payloads(events)
+                    received += payloads(events)
                     each.ack(events)
-            assert sorted(seen) == sorted(map(str, _find_keys("-80", MANY)))
+            assert sorted(received) == sorted(map(str, _find_keys("-80", MANY)))
             assert rescuer.flush(TIMEOUT)
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
 
@@ -85,11 +85,11 @@ def test_key_range_without_receiver_does_not_starve_others(db: DatabaseFixture) 
         # They are not read repeatedly only to be dropped.
         assert queue.manager().store.session.statements - before < 200
         with queue.receive("-80") as other:
-            seen = 0
-            while seen < MANY:
+            received = 0
+            while received < MANY:
                 events = other.take(timeout=SOON)
                 assert events
-                seen += len(events)
+                received += len(events)
                 other.ack(events)
             assert other.flush(TIMEOUT)
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
@@ -108,13 +108,13 @@ def test_events_not_due_do_not_delay_due_events(db: DatabaseFixture) -> None:
             settle(receiver, events)
             assert queue.manager().waiting <= 100
         db.execute(f"UPDATE {queue.name} SET fire_at = fire_at - {597 * 10**9}")
-        seen: list[str] = []
-        while len(seen) < 300:
+        received: list[str] = []
+        while len(received) < 300:
             events = receiver.take(timeout=SOON)
             assert events
-            seen += payloads(events)
+            received += payloads(events)
             settle(receiver, events)
-    assert sorted(seen) == sorted(f"p{at}" for at in range(300))
+    assert sorted(received) == sorted(f"p{at}" for at in range(300))
 
 
 def test_events_behind_a_busy_key_are_bounded_and_do_not_starve_others(db: DatabaseFixture) -> None:
@@ -132,15 +132,15 @@ def test_events_behind_a_busy_key_are_bounded_and_do_not_starve_others(db: Datab
             queue.enqueue(connection, {"user_id": 2, "payload": ""})
         settle(receiver, take(receiver, 1, SOON))
         assert manager.store.session.statements - before < 200, "they are read again and again"
-        most, seen = manager.waiting, [hot["payload"]]
+        most, received = manager.waiting, [hot["payload"]]
         receiver.ack([hot])
-        while len(seen) <= 300:
+        while len(received) <= 300:
             (event,) = take(receiver, 1, SOON)
-            seen.append(event["payload"])
+            received.append(event["payload"])
             most = max(most, manager.waiting)
             receiver.ack([event])
         assert receiver.flush(TIMEOUT)
-        assert seen == [f"{at}" for at in range(301)]
+        assert received == [f"{at}" for at in range(301)]
         assert 0 < most <= 100
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
 
@@ -157,15 +157,15 @@ def test_long_ordered_queue_keeps_its_order_with_a_short_window(
 ) -> None:
     queue = db.queue(ordering="queue", window_events=20, ack_timeout="10m")
     db.fill(queue, 200)
-    seen: list[str] = []
+    received: list[str] = []
     with queue.receive(prefetch=prefetch) as receiver:
-        while len(seen) < 200:
+        while len(received) < 200:
             (event,) = take(receiver, 1, SOON)
-            seen.append(event["payload"])
+            received.append(event["payload"])
             assert queue.manager().waiting <= 20
             receiver.ack([event])
         assert receiver.flush(TIMEOUT)
-    assert seen == [f"p{at}" for at in range(200)]
+    assert received == [f"p{at}" for at in range(200)]
 
 
 def test_many_busy_keys_share_the_room_for_waiting_events(db: DatabaseFixture) -> None:
@@ -174,17 +174,17 @@ def test_many_busy_keys_share_the_room_for_waiting_events(db: DatabaseFixture) -
         queue.enqueue_many(
             connection, [{"user_id": at % 60, "payload": f"{at}"} for at in range(600)]
         )
-    seen: dict[int, list[int]] = {key: [] for key in range(60)}
+    received: dict[int, list[int]] = {key: [] for key in range(60)}
     with queue.receive() as receiver:
-        while sum(map(len, seen.values())) < 600:
+        while sum(map(len, received.values())) < 600:
             events = receiver.take(timeout=SOON)
             assert events
             assert queue.manager().waiting <= 40
             for event in events:
-                seen[event["user_id"]].append(int(event["payload"]))
+                received[event["user_id"]].append(int(event["payload"]))
             receiver.ack(events)
         assert receiver.flush(TIMEOUT)
-    assert seen == {key: list(range(key, 600, 60)) for key in range(60)}
+    assert received == {key: list(range(key, 600, 60)) for key in range(60)}
     assert queue.counts()["to_be_fired"] == queue.counts()["fired"] == 0
 
 
@@ -199,9 +199,9 @@ def test_retry_is_found_although_its_key_is_crowded(db: DatabaseFixture) -> None
         (again,) = take(receiver, 1, SOON)
         assert again.id == first.id
         receiver.ack([again])
-        seen: list[int] = []
-        while len(seen) < 59:
+        received: list[int] = []
+        while len(received) < 59:
             (event,) = take(receiver, 1, SOON)
-            seen.append(int(event["payload"]))
+            received.append(int(event["payload"]))
             receiver.ack([event])
-        assert seen == list(range(1, 60))
+        assert received == list(range(1, 60))

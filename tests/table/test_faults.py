@@ -397,14 +397,14 @@ def test_postgresql_connection_uses_keepalives(
     postgres: PostgresServer,
 ) -> None:
     with contextlib.closing(table.connect(postgres.url).connect()) as connection:
-        told = connection.info.get_parameters()
-        assert told["keepalives_idle"] == "10"
-        assert told["tcp_user_timeout"] == "25000"
+        parameters = connection.info.get_parameters()
+        assert parameters["keepalives_idle"] == "10"
+        assert parameters["tcp_user_timeout"] == "25000"
     url = f"{postgres.url}&keepalives_idle=77&application_name=shop"
     with contextlib.closing(table.connect(url).connect()) as connection:
-        told = connection.info.get_parameters()
-        assert told["keepalives_idle"] == "77"
-        assert told["application_name"] == "shop"
+        parameters = connection.info.get_parameters()
+        assert parameters["keepalives_idle"] == "77"
+        assert parameters["application_name"] == "shop"
 
 
 def test_watch_that_cannot_connect_tries_again(
@@ -472,11 +472,11 @@ def test_read_only_database_stops_firing_and_keeps_acks(db: DatabaseFixture) -> 
             first.ack()
             assert not receiver.flush(0.1)
             eventually(lambda: not queue.manager().can_fire)
-            held = receiver.take(timeout=0)  # a slow machine may have fired it before
+            fired_before = receiver.take(timeout=0)  # a slow machine may have fired it before
             eventually(lambda: db.now() > due)
             assert receiver.take(timeout=0.1) == [], "it fired while nothing could be written"
         assert receiver.flush(TIMEOUT)
-        (second,) = held or take(receiver, 1)
+        (second,) = fired_before or take(receiver, 1)
         assert second["payload"] == "second"
         settle(receiver, [second])
 
@@ -631,20 +631,20 @@ def use_up_user_connections(
     db: DatabaseFixture, dialect: Dialect, manager: Manager
 ) -> Iterator[None]:
     """Open all connections that the user may have."""
-    with contextlib.ExitStack() as held:
-        held.enter_context(contextlib.closing(dialect.connect()))
+    with contextlib.ExitStack() as connections:
+        connections.enter_context(contextlib.closing(dialect.connect()))
 
-        def quicker() -> bool:
+        def try_connect() -> bool:
             connection = manager.store.session._connection
             with contextlib.suppress(pymysql.MySQLError, AttributeError):
                 db.server.connect().cursor().execute(f"KILL {connection.thread_id()}")  # type: ignore[union-attr]
             try:
-                held.enter_context(contextlib.closing(dialect.connect()))
+                connections.enter_context(contextlib.closing(dialect.connect()))
             except pymysql.MySQLError:
                 return False
             return True
 
-        eventually(quicker)
+        eventually(try_connect)
         yield
 
 
@@ -877,14 +877,14 @@ def test_hundred_thousand_events_due_at_once_all_fire(db: DatabaseFixture) -> No
     queue = db.queue(ack_timeout="120s")
     for _ in range(10):
         db.fill(queue, 10_000)
-    seen: set[int] = set()
+    received: set[int] = set()
     with queue.receive(prefetch=4_000) as receiver:
-        while len(seen) < 100_000:
+        while len(received) < 100_000:
             events = receiver.take(timeout=TIMEOUT)
             ids = {event.id for event in events}
             assert ids
-            assert not ids & seen
-            seen |= ids
+            assert not ids & received
+            received |= ids
             receiver.ack(events)
         assert receiver.flush(TIMEOUT)
         assert queue.manager().store.session.statements < 100_000 * 0.05
@@ -905,22 +905,22 @@ def test_million_due_events_after_a_downtime_stay_within_the_window(
             f"{db.now()} + greatest(0, at - {million}) * 1000000::bigint "
             f"FROM generate_series(1, {million + later}) AS at"
         )
-        seen, count = bytearray(million + later), 0
+        received, count = bytearray(million + later), 0
         with queue.receive(prefetch=4_000) as receiver:
             manager = queue.manager()
-            while count < len(seen):
+            while count < len(received):
                 events = receiver.take(timeout=TIMEOUT)
                 assert max(event.fire_at for event in events) <= time.time_ns()
                 for event in events:
-                    seen[event["user_id"] - 1] += 1
+                    received[event["user_id"] - 1] += 1
                 assert manager.waiting <= limit
                 if count % 100_000 < len(events):  # the window, events in flight, acked events
                     assert _events_in_memory() <= 4 * limit
                 count += len(events)
                 receiver.ack(events)
             assert receiver.flush(TIMEOUT)
-            assert set(seen) == {1}
-            assert manager.counts.fired == len(seen)
+            assert set(received) == {1}
+            assert manager.counts.fired == len(received)
         assert sum(queue.counts().values()) == 0
 
 

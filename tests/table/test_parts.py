@@ -249,20 +249,20 @@ def test_too_many_waiting_events_are_left_in_the_table() -> None:
     assert order.find_skippable_ranges((0, 0), lambda _: True) == [], (
         "some before that are not left"
     )
-    seen = []
+    received = []
     following: TableEvent | None = hot[0]
     while following is not None:
-        seen.append(following.id)
+        received.append(following.id)
         following = order.release(following)
-    assert seen == list(range(len(seen))) != list(range(9))
+    assert received == list(range(len(received))) != list(range(9))
     assert order.admit([hot[8]]) == [], "others come before it"
     assert list(order.find_readable_backlogs()) == ["hot"]
     left = order.find_readable_backlogs()["hot"]
     assert left.key_range == place
     page = [each for each in hot if (each.fire_at, each.id) > left.after][:2]
     order.advance(["hot"], (page[-1].fire_at, page[-1].id))
-    assert get_ids(order.add_from_backlog(page)) == [len(seen)]
-    assert get_ids(order.admit([page[0]])) == [len(seen)]
+    assert get_ids(order.add_from_backlog(page)) == [len(received)]
+    assert get_ids(order.admit([page[0]])) == [len(received)]
     order.advance(["hot"], None)
     assert order.find_readable_backlogs() == {}
     assert order.add_from_backlog([hot[8]]) == []

@@ -108,12 +108,12 @@ def test_higher_priority_fires_first(db: DatabaseFixture) -> None:
         for priority in (0, 5, -3, 5):
             queue.enqueue(connection, {"payload": str(priority)}, priority=priority)
     with queue.receive(prefetch=1) as receiver:
-        seen = []
+        received = []
         for _ in range(4):
             (event,) = take(receiver, 1)
-            seen.append(event["payload"])
+            received.append(event["payload"])
             settle(receiver, [event])
-    assert seen == ["5", "5", "0", "-3"]
+    assert received == ["5", "5", "0", "-3"]
 
 
 @pytest.mark.parametrize("layout", ["time", "keyspace"])
@@ -121,14 +121,14 @@ def test_many_rows_arrive_complete_in_both_layouts(db: DatabaseFixture, layout: 
     queue = db.queue(layout=layout)
     db.fill(queue, 3_000)
     with queue.receive() as receiver:
-        seen: list[str] = []
-        while len(seen) < 3_000:
+        received: list[str] = []
+        while len(received) < 3_000:
             events = receiver.take(timeout=TIMEOUT)
             assert events
-            seen += payloads(events)
+            received += payloads(events)
             receiver.ack(events)
         assert receiver.flush(TIMEOUT)
-    assert sorted(seen) == sorted(f"p{at}" for at in range(3_000))
+    assert sorted(received) == sorted(f"p{at}" for at in range(3_000))
     assert queue.counts() == NOBODY
 
 
@@ -157,23 +157,23 @@ def test_least_busy_receiver_gets_more_events(db: DatabaseFixture) -> None:
     queue = db.queue()
     with queue.receive(prefetch=40) as first:
         db.fill(queue, 20)
-        held = take(first, 20)
+        unacked = take(first, 20)
         with queue.receive(prefetch=40) as second:
             db.fill(queue, 20)
             assert len(take(second, 20)) == 20
-            first.ack(held)
+            first.ack(unacked)
 
 
 def test_in_flight_events_stay_within_max_concurrency(db: DatabaseFixture) -> None:
     queue = db.queue(max_concurrency=3)
     db.fill(queue, 10)
     with queue.receive() as receiver:
-        seen = 0
-        while seen < 10:
-            events = take(receiver, min(3, 10 - seen))
+        received = 0
+        while received < 10:
+            events = take(receiver, min(3, 10 - received))
             assert receiver.take(timeout=0.05) == []
             settle(receiver, events)
-            seen += len(events)
+            received += len(events)
 
 
 def test_events_fire_no_faster_than_max_qps(db: DatabaseFixture) -> None:
@@ -278,10 +278,10 @@ def test_events_of_a_key_fire_in_order_one_at_a_time(db: DatabaseFixture) -> Non
     with db.transaction() as connection:
         for at in range(12):
             queue.enqueue(connection, {"user_id": at % 3, "payload": str(at)})
-    seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    received: dict[int, list[int]] = {0: [], 1: [], 2: []}
     nacked: set[int] = set()
     with queue.receive() as receiver:
-        while sum(map(len, seen.values())) < 12:
+        while sum(map(len, received.values())) < 12:
             events = receiver.take(timeout=TIMEOUT)
             keys = [event["user_id"] for event in events]
             assert len(keys) == len(set(keys)), "two events of a key are out"
@@ -290,22 +290,22 @@ def test_events_of_a_key_fire_in_order_one_at_a_time(db: DatabaseFixture) -> Non
                     nacked.add(event.id)
                     event.nack(delay=0.02)  # a failing event delays only its key
                 else:
-                    seen[event["user_id"]].append(int(event["payload"]))
+                    received[event["user_id"]].append(int(event["payload"]))
                     event.ack()
-    assert seen == {key: [at for at in range(12) if at % 3 == key] for key in seen}
+    assert received == {key: [at for at in range(12) if at % 3 == key] for key in received}
 
 
 def test_ordered_queue_fires_one_event_at_a_time(db: DatabaseFixture) -> None:
     queue = db.queue(ordering="queue")
     db.fill(queue, 8)
     with queue.receive() as receiver:
-        seen = []
+        received = []
         for _ in range(8):
             (event,) = take(receiver, 1)
             assert receiver.take(timeout=0.01) == []
-            seen.append(event["payload"])
+            received.append(event["payload"])
             settle(receiver, [event])
-    assert seen == [f"p{at}" for at in range(8)]
+    assert received == [f"p{at}" for at in range(8)]
 
 
 def test_event_fires_once_when_its_group_is_done(
@@ -392,12 +392,12 @@ def cancel_in_time(db: DatabaseFixture, queue: TableQueue, receiver: Receiver) -
     later = f"UPDATE {queue.name} SET fire_at = fire_at + {3600 * 10**9}"
     db.execute(f"{later} WHERE event_id = {ids['moved']}")
     in_time = db.now() < due
-    seen: list[str] = []
-    while "stays" not in seen:
+    received: list[str] = []
+    while "stays" not in received:
         events = take(receiver, 1)
-        seen += payloads(events)
+        received += payloads(events)
         settle(receiver, events)
-    assert seen == ["stays"] or not in_time
+    assert received == ["stays"] or not in_time
     return in_time
 
 
@@ -405,13 +405,13 @@ def test_events_of_a_closed_receiver_go_to_another(db: DatabaseFixture) -> None:
     queue = db.queue(ack_timeout="60s")
     db.fill(queue, 4)
     first = queue.receive()
-    held = take(first, 2)
+    unacked = take(first, 2)
     first.close()
     with pytest.raises(QueueClosed):
         first.take()
     with queue.receive() as second:
         events = take(second, 4)
-        assert {event.id for event in held} <= {event.id for event in events}
+        assert {event.id for event in unacked} <= {event.id for event in events}
         settle(second, events)
     assert queue.counts() == NOBODY
 
@@ -420,12 +420,12 @@ def test_loop_over_a_receiver_ends_when_it_is_closed(db: DatabaseFixture) -> Non
     queue = db.queue()
     db.fill(queue, 5)
     receiver = queue.receive()
-    seen: list[object] = []
+    received: list[object] = []
     reader = threading.Thread(
-        target=lambda: seen.extend(_ack_and_return(event) for event in receiver)
+        target=lambda: received.extend(_ack_and_return(event) for event in receiver)
     )
     reader.start()
-    eventually(lambda: len(seen) == 5)
+    eventually(lambda: len(received) == 5)
     receiver.close()
     reader.join(TIMEOUT)
     assert not reader.is_alive()

@@ -50,14 +50,14 @@ def _attach_receiver(manager: Manager) -> Receiver:
 
 def _receive_by_hand(manager: Manager, receiver: Receiver) -> list[TableEvent]:
     """Step the manager by hand until events come; returns them."""
-    seen: list[TableEvent] = []
+    received: list[TableEvent] = []
 
     def has_come() -> bool:
-        seen.extend(receiver.take(timeout=0))
-        return bool(seen)
+        received.extend(receiver.take(timeout=0))
+        return bool(received)
 
     step_until(manager, has_come, SOON)
-    return seen
+    return received
 
 
 # ── events that wait for a receiver ──────────────────────────────────────────────────────────────
@@ -120,9 +120,9 @@ def test_event_not_taken_goes_to_another_receiver_at_once(db: DatabaseFixture) -
         step_until(manager, lambda: _read_rows(db, queue)[0] == ("fired", 1))
         receiver.close()
         other = _attach_receiver(manager)
-        seen = _receive_by_hand(manager, other)
-        assert payloads(seen) == ["first"]
-        assert seen[0].attempts == 0
+        received = _receive_by_hand(manager, other)
+        assert payloads(received) == ["first"]
+        assert received[0].attempts == 0
 
 
 def test_event_not_taken_is_unmarked_when_the_manager_closes(db: DatabaseFixture) -> None:
@@ -220,9 +220,9 @@ def test_event_not_quite_due_keeps_its_key(db: DatabaseFixture) -> None:
     store = LateClockStore(db.dialect, queue.definition)
     with db.manager(queue, store) as manager:
         receiver = _attach_receiver(manager)
-        seen = _receive_by_hand(manager, receiver)
+        received = _receive_by_hand(manager, receiver)
         assert not store.early
-        assert payloads(seen) == ["first"]
+        assert payloads(received) == ["first"]
 
 
 # ── rows that others hold, and old ones ──────────────────────────────────────────────────────────
@@ -313,14 +313,14 @@ def test_events_of_a_long_transaction_fire_within_seconds(
                 db.fill(queue, 1)
                 settle(receiver, take(receiver, 1))
             queue.enqueue(connection, {"user_id": -1, "fire_at": an_hour_ago})
-            lapsed = queue.manager()._term.finder._gaps.stale  # type: ignore[union-attr]
-            eventually(lambda: bool(lapsed))
-        seen = 0
-        while seen <= count:
+            stale_gaps = queue.manager()._term.finder._gaps.stale  # type: ignore[union-attr]
+            eventually(lambda: bool(stale_gaps))
+        received = 0
+        while received <= count:
             events = receiver.take(timeout=SOON)
-            assert events, f"{seen} has_come"
+            assert events, f"{received} events came"
             settle(receiver, events)
-            seen += len(events)
+            received += len(events)
 
 
 def test_rolled_back_ids_are_read_only_while_they_may_appear(
@@ -338,10 +338,10 @@ def test_rolled_back_ids_are_read_only_while_they_may_appear(
             raise ZeroDivisionError
         db.fill(queue, 1)
         settle(receiver, take(receiver, 1))
-        lapsed = queue.manager()._term.finder._gaps.stale  # type: ignore[union-attr]
-        eventually(lambda: bool(lapsed.ids) or db.dialect.snapshot_query is not None, SOON)
+        stale_gaps = queue.manager()._term.finder._gaps.stale  # type: ignore[union-attr]
+        eventually(lambda: bool(stale_gaps.ids) or db.dialect.snapshot_query is not None, SOON)
         # MySQL does not say which transactions are open: there the last ids stay.
-        eventually(lambda: not lapsed.ids or db.dialect.snapshot_query is None, SOON)
+        eventually(lambda: not stale_gaps.ids or db.dialect.snapshot_query is None, SOON)
 
 
 def test_transaction_older_than_the_lease_is_not_missed(
@@ -524,13 +524,13 @@ def test_events_that_may_have_killed_the_last_leader_are_marked_first(db: Databa
     db.fill(queue, 40)
     with db.manager(queue) as manager:
         receiver = _attach_receiver(manager)
-        seen = 0
-        while seen < 40:
+        received = 0
+        while received < 40:
             events = _receive_by_hand(manager, receiver)
             rows = dict(db.execute(f"SELECT event_id, state FROM {queue.name}"))
             assert {rows[event.id] for event in events} == {"fired"}
             receiver.ack(events)
-            seen += len(events)
+            received += len(events)
 
 
 def test_waiting_groups_cost_no_statement_each(db: DatabaseFixture) -> None:

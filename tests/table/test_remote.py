@@ -162,11 +162,11 @@ def test_stalled_receiver_gets_no_more_events_and_loses_its_own(tmp_path: Path) 
             serving.opened.enter_context(stalled)
             expected = serving.put(20)
             take(stalled, 5)
-            seen: set[str] = set()
+            received: set[str] = set()
             with serving.client(service).table(db.name).receive() as receiver:
-                while seen != expected:
+                while received != expected:
                     events = take(receiver, 1)
-                    seen |= payloads(events)
+                    received |= payloads(events)
                     receiver.ack(events)
             assert stalled.take(timeout=0.2) == []
 

@@ -400,8 +400,8 @@ def test_locked_row_delays_only_the_end_of_a_reshard(
         dialect = load_queue_dialect(first)
         with contextlib.closing(dialect.connect()) as connection:
             with dialect.transaction(connection):
-                held = f"SELECT payload FROM {db.name} WHERE user_id = 3 FOR UPDATE"
-                connection.cursor().execute(held)
+                lock_row = f"SELECT payload FROM {db.name} WHERE user_id = 3 FOR UPDATE"
+                connection.cursor().execute(lock_row)
                 targets = list(zip(others, ("-80", "80-"), strict=True))
                 reshard = threads.submit(db.queue().reshard, targets)
                 eventually(lambda: queue.map.version == 1)
@@ -556,7 +556,7 @@ def test_key_order_survives_a_reshard(tmp_path: Path) -> None:
     with open_sqlite_shards(tmp_path, "-", options=options) as db:
         queue = db.queue()
         queue.put([{"user_id": at % 5, "payload": f"{at % 5} {at:03}"} for at in range(60)])
-        seen: dict[str, list[str]] = {}
+        received: dict[str, list[str]] = {}
         with queue.receive() as receiver:
             for at in range(60):
                 if at == 20:
@@ -565,16 +565,16 @@ def test_key_order_survives_a_reshard(tmp_path: Path) -> None:
                     )
                 (event,) = take(receiver, 1)
                 key, number = event["payload"].split()
-                if number not in seen.setdefault(key, []):
-                    seen[key].append(number)
+                if number not in received.setdefault(key, []):
+                    received[key].append(number)
                 event.ack()
                 try:
                     receiver.flush(TIMEOUT)
                 except LeadLost:
                     continue
-                if sum(map(len, seen.values())) == 60:
+                if sum(map(len, received.values())) == 60:
                     break
-        assert all(numbers == sorted(numbers) for numbers in seen.values())
+        assert all(numbers == sorted(numbers) for numbers in received.values())
 
 
 def test_group_ends_after_its_last_member_across_shards(tmp_path: Path) -> None:

@@ -122,12 +122,12 @@ class Sqlite(Dialect):
         on_change: Callable[[], None],
     ) -> Closeable:
         def listen(connection: Connection, closed: threading.Event) -> None:
-            seen = None
+            last_version = None
             while not closed.wait(POLL_SECONDS):
                 # Every commit of another connection changes the counter.
                 version = connection.execute("PRAGMA data_version").fetchone()
-                if version != seen:
-                    seen = version
+                if version != last_version:
+                    last_version = version
                     on_change()
 
         return ChangeWatcher(self, listen)

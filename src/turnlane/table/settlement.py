@@ -74,28 +74,28 @@ class Settlement:
 
     def ack(self, events: Sequence[TableEvent]) -> None:
         """Take acks of events that were received, in this term or before."""
-        landed, sent_again = [], []
+        settled, sent_again = [], []
         for event in events:
             current = self._remove_from_flight(event.id)
             if current is None:
                 # It is not in flight any more, but it was: a receiver has the event itself.
                 self._discard(event)
             else:
-                landed.append(current)
+                settled.append(current)
                 if current is not event:
                     sent_again.append(current)
         self._state.ack_buffer.add(events, self._state.clock.monotonic())
-        self._state.release_keys(landed)
-        self._state.counts.ack_lag.add(landed, self._state.now())
+        self._state.release_keys(settled)
+        self._state.counts.ack_lag.add(settled, self._state.now())
         self._revoke(sent_again)
 
     def ack_ids(self, ids: Sequence[int]) -> None:
         """Take acks by id; acks of events that were never fired change nothing."""
-        landed = [event for event in map(self._remove_from_flight, ids) if event is not None]
-        self._state.ack_buffer.add(landed, self._state.clock.monotonic())
-        self._state.release_keys(landed)
-        self._revoke(landed)
-        known = {event.id for event in landed}
+        settled = [event for event in map(self._remove_from_flight, ids) if event is not None]
+        self._state.ack_buffer.add(settled, self._state.clock.monotonic())
+        self._state.release_keys(settled)
+        self._revoke(settled)
+        known = {event.id for event in settled}
         unknown = [each for each in ids if each not in known and self._may_have_fired(each)]
         if unknown:
             self._state.ack_buffer.add_unconfirmed(unknown, self._state.clock.monotonic())
