@@ -60,9 +60,9 @@ def node(tmp_path: Path) -> Iterator[Node]:
         yield found
 
 
-def make_sdk_events(signal: Signal, grain: SplitUnit = SplitUnit.RECORD) -> list[Event]:
+def make_sdk_events(signal: Signal, unit: SplitUnit = SplitUnit.RECORD) -> list[Event]:
     """Return the events of an SDK request."""
-    block = build_request_block(signal, SDK[signal], grain=grain)
+    block = build_request_block(signal, SDK[signal], unit=unit)
     headers = [dict(each.as_py()) for each in block.column("headers")]
     values = block.column("value").to_pylist()
     return [Event(value, headers=head) for value, head in zip(values, headers, strict=True)]
@@ -98,11 +98,11 @@ def make_block(found: list[Event]) -> Block:
     return block
 
 
-def make_telemetry(grain: SplitUnit = SplitUnit.RECORD) -> Block:
+def make_telemetry(unit: SplitUnit = SplitUnit.RECORD) -> Block:
     """Return events of all three signals, mixed, as the input stores them."""
     found: list[Event] = []
     for signal in SDK:
-        found += make_sdk_events(signal, grain)
+        found += make_sdk_events(signal, unit)
     return make_block(found[::2] + found[1::2])
 
 
@@ -142,11 +142,11 @@ def get_names(request: Any) -> set[str]:
 # ── telemetry ────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("grain", list(SplitUnit))
+@pytest.mark.parametrize("unit", list(SplitUnit))
 def test_telemetry_is_sent_unchanged_in_one_request_per_signal(
-    server: Server, grain: SplitUnit
+    server: Server, unit: SplitUnit
 ) -> None:
-    deliver("otlp", make_telemetry(grain), url=server.url)
+    deliver("otlp", make_telemetry(unit), url=server.url)
     assert {request.path for request in server.requests} == {
         "/v1/logs",
         "/v1/metrics",

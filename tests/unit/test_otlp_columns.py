@@ -232,7 +232,7 @@ def test_what_is_no_single_record_says_so() -> None:
     signals = pa.array(["logs", "logs", "traces", "logs", "logs", None], pa.string())
     found = [row["parse_error"] for row in rows_of(values, signals)]
     assert "several records" in found[0]
-    assert found[1] == found[2] == "it holds no record"
+    assert found[1] == found[2] == "it has no record"
     assert found[3] == "there is no value"
     assert found[4] == "its protobuf is malformed"
     assert "header `signal`" in found[5]

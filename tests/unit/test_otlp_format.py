@@ -65,14 +65,14 @@ def flat(request: ExportLogsServiceRequest) -> list[tuple[Any, ...]]:
 
 @given(logs_requests(), st.sampled_from(SplitUnit))
 def test_events_hold_what_the_request_held_and_can_be_joined(
-    request: ExportLogsServiceRequest, grain: SplitUnit
+    request: ExportLogsServiceRequest, unit: SplitUnit
 ) -> None:
-    block = build_request_block(Signal.LOGS, request, "here", grain)
+    block = build_request_block(Signal.LOGS, request, "here", unit)
     whole = ExportLogsServiceRequest.FromString(joined(get_values([block])))
     assert flat(whole) == flat(request)
     for field in block.schema:
         assert field.type == BASE_SCHEMA.field(field.name).type
-    if grain is SplitUnit.RECORD:
+    if unit is SplitUnit.RECORD:
         assert block.num_rows == count_records(Signal.LOGS, request)
         numbers = [record.severity_number for *_, record in flat(request)]
         assert block.column("severity").to_pylist() == [
@@ -145,4 +145,4 @@ def test_a_large_resource_is_not_written_for_ever_so_many_records() -> None:
         scope.log_records.extend([LogRecord()] * 500)
     with pytest.raises(EventTooLarge, match="in parts"):
         build_request_block(Signal.LOGS, request)
-    assert build_request_block(Signal.LOGS, request, grain=SplitUnit.REQUEST).num_rows == 1
+    assert build_request_block(Signal.LOGS, request, unit=SplitUnit.REQUEST).num_rows == 1

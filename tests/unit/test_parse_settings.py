@@ -49,12 +49,12 @@ def test_a_word_stands_for_its_format() -> None:
         ({"format": "regex", "pattern": "(?<a>x)(?<a>y)"}, "there are two groups 'a'"),
         ({"format": "regex", "pattern": "(?<a>x)(?<A>y)"}, "group 'A' is there twice"),
         ({"format": "regex", "pattern": r"(?<a>x)\k<b>"}, "there is no group 'b'"),
-        ({"format": "regex", "pattern": "(?<a b>x)"}, "group 'a b' is no column name"),
-        ({"format": "regex", "pattern": "(?<_a>x)"}, "group '_a' is no column name"),
+        ({"format": "regex", "pattern": "(?<a b>x)"}, "group 'a b' is not a column name"),
+        ({"format": "regex", "pattern": "(?<_a>x)"}, "group '_a' is not a column name"),
         ({"format": "regex", "pattern": "(?<Severity>x)"}, "'Severity' is a column that every"),
         ({"format": "json", "columns": {"value": "a"}}, "columns.value: is a column that every"),
         ({"format": "json", "columns": {"a": "b::itn"}}, "no type 'itn'; did you mean int?"),
-        ({"format": "json", "columns": {"a": "b..c"}}, "'b..c' is no path"),
+        ({"format": "json", "columns": {"a": "b..c"}}, "'b..c' is not a path"),
         ({"format": "syslog", "time_zone": "Europe/Berln"}, "did you mean Europe/Berlin?"),
         ({"format": "syslog", "on_eror": "dead"}, "on_eror: there is no such knob; did you mean"),
     ],
@@ -69,7 +69,9 @@ def test_columns_of_json_are_paths_with_types() -> None:
         "first": "items[0].name",
         "odd": "['a b'] :: DECIMAL(9,2)",
     }
-    assert ParseSettings.model_validate({"format": "json", "columns": columns}).picks() == {
+    assert ParseSettings.model_validate(
+        {"format": "json", "columns": columns}
+    ).build_json_columns() == {
         "status": JsonColumn("$.http.status", "int"),
         "first": JsonColumn("$.items[0].name", "string"),
         "odd": JsonColumn("$['a b']", "decimal(9,2)"),

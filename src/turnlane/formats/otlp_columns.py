@@ -1,6 +1,10 @@
-"""The telemetry in OTLP events as columns, decoded by the batch.
+"""The telemetry in OTLP events as columns, decoded a batch at a time.
 
-It takes events of one record each, as the input writes them unless it is told ``split: request``.
+Events have one record each, as the input writes them without ``split: request``.
+
+Protobuf is read by the column: every step reads the next field of all messages at once. A message
+is a span of a buffer, and so are the messages and texts inside it. To read a thousand messages
+takes as many steps as the longest of them has fields.
 """
 
 from __future__ import annotations
@@ -18,89 +22,92 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
 from turnlane.formats.lines import copy_spans
 
-# ── protobuf_columns ──
-# Protobuf read by the column: every step takes the next field of all messages at once.
-#
-# A message is a span of a buffer; so are the messages and texts inside it. Reading a thousand
-# messages takes as many steps as the longest of them has fields, not as there are messages.
-
 Octets = npt.NDArray[np.uint8]
-Places = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
 MAX_FIELDS: Final = 4096
-"""Of one message. Each costs a step, however few messages are left to take it."""
+"""The most fields of one message. Each costs a step, even if few messages are left."""
 
-VARINT, FIXED64, SPAN, FIXED32 = 0, 1, 2, 5
+_VARINT, _SPAN = 0, 2
 _WIDTHS: Final = np.array([0, 8, 0, 0, 0, 4, 0, 0])
-_KNOWN: Final = np.array([True, True, True, False, False, True, False, False])
+_IS_KNOWN_TYPE: Final = np.array([True, True, True, False, False, True, False, False])
 _HEX: Final = np.frombuffer(b"0123456789abcdef", np.uint8)
 
 
 class Spans(NamedTuple):
-    """Pieces of a buffer, each belonging to a row; in the order of rows."""
+    """Parts of a buffer, each of one row; in the order of rows."""
 
-    rows: Places
-    starts: Places
-    ends: Places
+    rows: Positions
+    starts: Positions
+    ends: Positions
 
     def where(self, chosen: Mask) -> Spans:
-        """The chosen ones."""
+        """Return the chosen spans."""
         return Spans(self.rows[chosen], self.starts[chosen], self.ends[chosen])
 
 
 class Fields(NamedTuple):
-    """The fields of many messages: ``row`` says whose. In the order of rows, then as written."""
+    """The fields of many messages; in the order of rows, then as written."""
 
-    rows: Places
-    numbers: Places
-    starts: Places
-    ends: Places
+    rows: Positions
+    numbers: Positions
+    starts: Positions
+    ends: Positions
     values: Numbers
-    """Of a varint. A span's is its length."""
+    """The value of a varint; the length of a span."""
 
-    def spans(self, chosen: Mask) -> Spans:
-        """Where the chosen fields' contents are."""
+    def get_spans(self, chosen: Mask) -> Spans:
+        """Return the contents of the chosen fields."""
         return Spans(self.rows[chosen], self.starts[chosen], self.ends[chosen])
 
 
-def parse_fields(data: Octets, starts: Places, ends: Places) -> tuple[Fields, Mask]:
-    """All fields of the messages, and which messages are malformed (their rows are numbers)."""
+def parse_fields(data: Octets, starts: Positions, ends: Positions) -> tuple[Fields, Mask]:
+    """Return all fields of the messages, and which messages are malformed.
+
+    The row of a field is the position of its message.
+    """
     place = starts.astype(np.int64)
     limit = ends.astype(np.int64)
-    bad = np.zeros(len(place), bool)
+    is_bad = np.zeros(len(place), bool)
     rows = np.flatnonzero(place < limit)
-    found: list[Fields] = []
-    while rows.size and len(found) < MAX_FIELDS:
-        fields, good = _step(data, rows, place[rows], limit[rows])
-        bad[rows[~good]] = True
+    steps: list[Fields] = []
+    while rows.size and len(steps) < MAX_FIELDS:
+        fields, good = _read_next_fields(data, rows, place[rows], limit[rows])
+        is_bad[rows[~good]] = True
         rows = rows[good]
         place[rows] = fields.ends
-        found.append(fields)
+        steps.append(fields)
         rows = rows[fields.ends < limit[rows]]
-    bad[rows] = True
-    return _in_order(found), bad
+    is_bad[rows] = True
+    if not steps:
+        none = np.zeros(0, np.int64)
+        return Fields(none, none, none, none, none.astype(np.uint64)), is_bad
+    columns = [np.concatenate(parts) for parts in zip(*steps, strict=True)]
+    order = np.argsort(columns[0], kind="stable")
+    return Fields(*(column[order] for column in columns)), is_bad
 
 
-def _step(data: Octets, rows: Places, place: Places, limit: Places) -> tuple[Fields, Mask]:
-    """The field that starts at each place, and which of them are whole."""
+def _read_next_fields(
+    data: Octets, rows: Positions, place: Positions, limit: Positions
+) -> tuple[Fields, Mask]:
+    """Return the complete fields that start at these places, and which of them are complete."""
     tags, behind = read_varints(data, place)
     kinds = (tags & np.uint64(7)).astype(np.int64)
     values, after = read_varints(data, behind)
     lengths = np.minimum(values, np.uint64(1 << 40)).astype(np.int64)
-    spans = kinds == SPAN
-    counted = spans | (kinds == VARINT)
-    starts = np.where(spans, after, behind)
-    ends = np.where(counted, after, behind + _WIDTHS[kinds]) + np.where(spans, lengths, 0)
+    is_span = kinds == _SPAN
+    has_varint = is_span | (kinds == _VARINT)
+    starts = np.where(is_span, after, behind)
+    ends = np.where(has_varint, after, behind + _WIDTHS[kinds]) + np.where(is_span, lengths, 0)
     numbers = np.minimum(tags >> np.uint64(3), np.uint64(1 << 30)).astype(np.int64)
-    good = _KNOWN[kinds] & (ends <= limit) & (numbers > 0)
-    whole = Fields(rows, numbers, starts, ends, values)
-    return Fields(*(each[good] for each in whole)), good
+    good = _IS_KNOWN_TYPE[kinds] & (ends <= limit) & (numbers > 0)
+    return Fields(*(each[good] for each in (rows, numbers, starts, ends, values))), good
 
 
-def read_varints(data: Octets, place: Places) -> tuple[Numbers, Places]:
-    """The numbers written at these places, and where they end; beyond the data if unfinished."""
+def read_varints(data: Octets, place: Positions) -> tuple[Numbers, Positions]:
+    """Return the numbers at these places and their ends; incomplete ones end beyond the data."""
     octets = data.take(place, mode="clip")
     values = (octets & 0x7F).astype(np.uint64)
     ends = place + 1
@@ -116,78 +123,46 @@ def read_varints(data: Octets, place: Places) -> tuple[Numbers, Places]:
     return values, ends
 
 
-def _in_order(steps: list[Fields]) -> Fields:
-    if not steps:
-        none = np.zeros(0, np.int64)
-        return Fields(none, none, none, none, none.astype(np.uint64))
-    parts = [np.concatenate(column) for column in zip(*steps, strict=True)]
-    order = np.argsort(parts[0], kind="stable")
-    return Fields(*(part[order] for part in parts))
-
-
 # ── from spans to Arrow ─────────────────────────────────────────────────────────────────────────
 
 
 def read_texts(data: Octets, spans: Spans) -> pa.Array[Any]:
-    """The spans as text; bytes that are not UTF-8 are replaced."""
+    """Return the spans as text; bytes that are not UTF-8 are replaced."""
     if not len(spans.rows):
         return pa.array([], pa.string())
     raw = copy_spans(data, spans.starts, spans.ends)  # type: ignore[arg-type]
     try:
         return raw.cast(pa.string())
     except pa.ArrowInvalid:
-        whole = [(each or b"").decode(errors="replace") for each in raw.to_pylist()]
-        return pa.array(whole, pa.string())
-
-
-def read_hex(data: Octets, spans: Spans, width: int) -> tuple[Spans, pa.Array[Any]]:
-    """The spans that have this many bytes, and their digits."""
-    wide = spans.where(spans.ends - spans.starts == width)
-    octets = data[wide.starts[:, None] + np.arange(width)]
-    digits = np.empty((len(wide.rows), 2 * width), np.uint8)
-    digits[:, 0::2] = _HEX[octets >> 4]
-    digits[:, 1::2] = _HEX[octets & 15]
-    bounds = np.arange(0, digits.size + 1, 2 * width, dtype=np.int32)
-    buffers = [None, pa.py_buffer(bounds.data), pa.py_buffer(digits.tobytes())]
-    return wide, pa.Array.from_buffers(pa.string(), len(wide.rows), buffers)
+        texts = [(each or b"").decode(errors="replace") for each in raw.to_pylist()]
+        return pa.array(texts, pa.string())
 
 
 def read_fixed64(data: Octets, spans: Spans) -> Numbers:
-    """The eight bytes of each span as a number."""
+    """Return the eight bytes of each span as a number."""
     octets = data[spans.starts[:, None] + np.arange(8)]
     return np.ascontiguousarray(octets).view("<u8").reshape(-1)
 
 
-def pick_values(values: pa.Array[Any], index: Places) -> pa.Array[Any]:
-    """The values at these places; null for a place that is not there."""
+def pick_values(values: pa.Array[Any], index: Positions) -> pa.Array[Any]:
+    """Return the values at these positions; null for a position that does not exist."""
     if not len(values):
-        nothing: pa.Array[Any] = pa.nulls(len(index), values.type)
-        return nothing
+        nulls: pa.Array[Any] = pa.nulls(len(index), values.type)
+        return nulls
     absent = (index < 0) | (index >= len(values))
-    places: Any = pa.array(np.where(absent, 0, index), mask=absent)
-    found: pa.Array[Any] = values.take(places)
+    positions: Any = pa.array(np.where(absent, 0, index), mask=absent)
+    found: pa.Array[Any] = values.take(positions)
     return found
 
 
-def place_in_rows(rows: Places, values: pa.Array[Any], count: int) -> pa.Array[Any]:
-    """A column of ``count`` rows: the values in theirs, the last one counts, null elsewhere."""
+def place_in_rows(rows: Positions, values: pa.Array[Any], count: int) -> pa.Array[Any]:
+    """Return a column of ``count`` rows with the last value of each row, null elsewhere."""
     index = np.full(count, -1, np.int64)
     index[rows] = np.arange(len(rows))
     return pick_values(values, index)
 
 
-def build_maps(
-    rows: Places, keys: pa.Array[Any], values: pa.Array[Any], count: int
-) -> pa.Array[Any]:
-    """A column of maps: each pair in the map of its row; null is an empty text."""
-    ends = np.zeros(count + 1, np.int32)
-    np.cumsum(np.bincount(rows, minlength=count), out=ends[1:])
-    offsets: Any = pa.array(ends)
-    found: pa.Array[Any] = pa.MapArray.from_arrays(
-        offsets, keys.fill_null(""), values.fill_null("")
-    )
-    return found
-
+# ── telemetry ───────────────────────────────────────────────────────────────────────────────────
 
 TEXT: Final = pa.string()
 PAIRS: Final = pa.map_(pa.string(), pa.string())
@@ -200,19 +175,20 @@ COLUMNS: Final[dict[str, pa.DataType]] = {
 
 SIGNALS: Final = pa.array(["logs", "metrics", "traces"])
 (
-    _TRACE, _SPAN, _PARENT, _NAME, _TIME, _SEEN, _END, _KIND, _LEVEL, _BODY, _PAIRS, _STATUS, _DATA,
+    _TRACE, _SPAN_ID, _PARENT, _NAME, _TIME, _SEEN, _END, _KIND, _LEVEL, _BODY, _PAIRS, _STATUS,
+    _DATA,
 ) = range(1, 14)  # fmt: skip
-# What a field of a record means, by signal and by its number.
+# The meaning of a record's field, by signal and by its number.
 _MEANINGS: Final = np.zeros((3, 18), np.int64)
 _MEANINGS[0, [9, 10, 12, 1, 11, 3, 5, 6]] = (
-    _TRACE, _SPAN, _NAME, _TIME, _SEEN, _LEVEL, _BODY, _PAIRS,
+    _TRACE, _SPAN_ID, _NAME, _TIME, _SEEN, _LEVEL, _BODY, _PAIRS,
 )  # fmt: skip
 _MEANINGS[1, [1, 5, 7, 9, 10, 11]] = _NAME, _DATA, _DATA, _DATA, _DATA, _DATA
 _MEANINGS[2, [1, 2, 4, 5, 6, 7, 8, 9, 15]] = (
-    _TRACE, _SPAN, _PARENT, _NAME, _KIND, _TIME, _END, _PAIRS, _STATUS,
+    _TRACE, _SPAN_ID, _PARENT, _NAME, _KIND, _TIME, _END, _PAIRS, _STATUS,
 )  # fmt: skip
 _KINDS: Final = pa.array([None, "internal", "server", "client", "producer", "consumer"], TEXT)
-# By the number of the field that holds the points.
+# By the number of the field with the points.
 _METRIC_KINDS: Final = pa.array(
     [None] * 5 + ["gauge", None, "sum", None, "histogram", "exponential_histogram", "summary"], TEXT
 )
@@ -221,12 +197,12 @@ _STRING, _BOOL, _INT, _DOUBLE = 1, 2, 3, 4
 
 
 def decode_columns(values: pa.Array[Any], signals: pa.Array[Any]) -> pa.StructArray:
-    """The columns of these events; ``signals`` are their headers of that name."""
-    return _ColumnDecoder(values, signals).columns()
+    """Return the columns of these events; ``signals`` are their headers of that name."""
+    return _ColumnDecoder(values, signals).decode()
 
 
 class _ColumnDecoder:
-    """One batch of events on its way to columns."""
+    """Decodes one batch of events, and collects the reasons for events that cannot be decoded."""
 
     def __init__(self, values: pa.Array[Any], signals: pa.Array[Any]) -> None:
         self.count = len(values)
@@ -240,171 +216,179 @@ class _ColumnDecoder:
         ends = np.frombuffer(bounds, np.int32)[values.offset : values.offset + self.count + 1]
         missing: Mask = values.is_null().to_numpy(zero_copy_only=False)
         signal = pc.index_in(signals, SIGNALS).fill_null(-1)
-        self.kinds: Places = signal.to_numpy(zero_copy_only=False).astype(np.int64)
-        self._refuse(missing, "there is no value")
-        self._refuse(self.kinds < 0, "its header `signal` is not logs, metrics or traces")
-        whole = Spans(np.arange(self.count), ends[:-1].astype(np.int64), ends[1:].astype(np.int64))
-        self.values = whole.where(~missing & (self.kinds >= 0))
+        self.kinds: Positions = signal.to_numpy(zero_copy_only=False).astype(np.int64)
+        self.errors += [
+            (missing, "there is no value"),
+            (self.kinds < 0, "its header `signal` is not logs, metrics or traces"),
+        ]
+        spans = Spans(np.arange(self.count), ends[:-1].astype(np.int64), ends[1:].astype(np.int64))
+        self.values = spans.where(~missing & (self.kinds >= 0))
 
-    def columns(self) -> pa.StructArray:
-        group = self._fields(self._only(self._fields(self.values), 1))
-        scope = self._fields(self._only(group, 2))
-        record = self._fields(self._only(scope, 2))
-        found = self._record(record)
-        resource = self._fields(group.spans(group.numbers == 1))
-        found["resource"] = self._pairs(resource.spans(resource.numbers == 1))
-        owner = self._fields(scope.spans(scope.numbers == 1))
-        found["scope"] = self._text(owner.spans(owner.numbers == 1))
+    def decode(self) -> pa.StructArray:
+        group = self._parse(self._get_only(self._parse(self.values), 1))
+        scope = self._parse(self._get_only(group, 2))
+        record = self._parse(self._get_only(scope, 2))
+        found = self._decode_record(record)
+        resource = self._parse(group.get_spans(group.numbers == 1))
+        found["resource"] = self._decode_pairs(resource.get_spans(resource.numbers == 1))
+        owner = self._parse(scope.get_spans(scope.numbers == 1))
+        found["scope"] = self._decode_texts(owner.get_spans(owner.numbers == 1))
         found["signal"] = self.signals
-        found["parse_error"] = self._reasons()
+        # The first reason of each event.
+        reasons = pa.array([reason for _, reason in self.errors], TEXT)
+        index = np.full(self.count, -1, np.int64)
+        for at in reversed(range(len(self.errors))):
+            index[self.errors[at][0]] = at
+        found["parse_error"] = pick_values(reasons, index)
         arrays = [found[name].cast(kind) for name, kind in COLUMNS.items()]
         return pa.StructArray.from_arrays(arrays, names=list(COLUMNS))
 
-    def _record(self, record: Fields) -> dict[str, pa.Array[Any]]:
+    def _decode_record(self, record: Fields) -> dict[str, pa.Array[Any]]:
         meanings = _MEANINGS[self.kinds[record.rows], np.minimum(record.numbers, 17)]
 
         def spans(meaning: int) -> Spans:
-            return record.spans(meanings == meaning)
+            return record.get_spans(meanings == meaning)
 
-        bodies = spans(_BODY)
+        bodies, status = spans(_BODY), self._parse(spans(_STATUS))
         return {
-            "time": pc.coalesce(self._time(spans(_TIME)), self._time(spans(_SEEN))),
-            "end_time": self._time(spans(_END)),
-            "trace_id": self._hex(spans(_TRACE), 16),
-            "span_id": self._hex(spans(_SPAN), 8),
-            "parent_span_id": self._hex(spans(_PARENT), 8),
-            "name": self._text(spans(_NAME)),
+            "time": pc.coalesce(self._decode_times(spans(_TIME)), self._decode_times(spans(_SEEN))),
+            "end_time": self._decode_times(spans(_END)),
+            "trace_id": self._decode_hex(spans(_TRACE), 16),
+            "span_id": self._decode_hex(spans(_SPAN_ID), 8),
+            "parent_span_id": self._decode_hex(spans(_PARENT), 8),
+            "name": self._decode_texts(spans(_NAME)),
             "kind": pc.coalesce(
-                self._named(record, meanings == _KIND, record.values, _KINDS),
-                self._named(record, meanings == _DATA, record.numbers, _METRIC_KINDS),
+                self._decode_names(record, meanings == _KIND, record.values, _KINDS),
+                self._decode_names(record, meanings == _DATA, record.numbers, _METRIC_KINDS),
             ),
-            "severity_text": self._text(spans(_LEVEL)),
-            "body": place_in_rows(bodies.rows, self._any(bodies), self.count),
-            "attributes": self._pairs(spans(_PAIRS)),
-            "status": self._status(spans(_STATUS)),
+            "severity_text": self._decode_texts(spans(_LEVEL)),
+            "body": place_in_rows(bodies.rows, self._decode_any_values(bodies), self.count),
+            "attributes": self._decode_pairs(spans(_PAIRS)),
+            "status": self._decode_names(status, status.numbers == 3, status.values, _STATUSES),
         }
 
     # ── messages ────────────────────────────────────────────────────────────────────────────────
 
-    def _fields(self, spans: Spans) -> Fields:
-        """The fields of these messages, each with the row of its event."""
-        fields, bad = parse_fields(self.data, spans.starts, spans.ends)
-        self._refuse(self._rows(spans.rows[bad]), "its protobuf is malformed")
+    def _parse(self, spans: Spans, reason: str = "its protobuf is malformed") -> Fields:
+        """Return the fields of these messages, each with the row of its event."""
+        fields = self._parse_by_position(spans, reason)
         return fields._replace(rows=spans.rows[fields.rows])
 
-    def _only(self, fields: Fields, number: int) -> Spans:
-        """The message that each event has under this number. An event must have just one."""
-        spans = fields.spans(fields.numbers == number)
-        held = np.bincount(spans.rows, minlength=self.count)
-        several = "it holds several records; let the input split them (split: record)"
-        self._refuse(held > 1, several)
-        self._refuse(self._rows(self.values.rows) & (held == 0), "it holds no record")
-        return spans.where(held[spans.rows] == 1)
+    def _parse_by_position(self, spans: Spans, reason: str) -> Fields:
+        """Return the fields of these messages, each with the position of its message."""
+        fields, is_bad = parse_fields(self.data, spans.starts, spans.ends)
+        self.errors.append((self._mask_rows(spans.rows[is_bad]), reason))
+        return fields
 
-    def _rows(self, rows: Places) -> Mask:
+    def _get_only(self, fields: Fields, number: int) -> Spans:
+        """Return the message with this number of each event, which must have just one."""
+        spans = fields.get_spans(fields.numbers == number)
+        counts = np.bincount(spans.rows, minlength=self.count)
+        several = "it has several records; let the input split them (split: record)"
+        self.errors += [
+            (counts > 1, several),
+            (self._mask_rows(self.values.rows) & (counts == 0), "it has no record"),
+        ]
+        return spans.where(counts[spans.rows] == 1)
+
+    def _mask_rows(self, rows: Positions) -> Mask:
         mask = np.zeros(self.count, bool)
         mask[rows] = True
         return mask
 
-    def _refuse(self, rows: Mask, why: str) -> None:
-        self.errors.append((rows, why))
-
-    def _reasons(self) -> pa.Array[Any]:
-        """The first reason for each event that was refused."""
-        why = pa.array([reason for _, reason in self.errors], TEXT)
-        index = np.full(self.count, -1, np.int64)
-        for at in reversed(range(len(self.errors))):
-            index[self.errors[at][0]] = at
-        return pick_values(why, index)
-
     # ── contents ────────────────────────────────────────────────────────────────────────────────
 
-    def _text(self, spans: Spans) -> pa.Array[Any]:
-        filled = spans.where(spans.ends > spans.starts)
-        return place_in_rows(filled.rows, read_texts(self.data, filled), self.count)
+    def _decode_texts(self, spans: Spans) -> pa.Array[Any]:
+        spans = spans.where(spans.ends > spans.starts)
+        return place_in_rows(spans.rows, read_texts(self.data, spans), self.count)
 
-    def _hex(self, spans: Spans, width: int) -> pa.Array[Any]:
-        wide, digits = read_hex(self.data, spans, width)
-        return place_in_rows(wide.rows, digits, self.count)
+    def _decode_hex(self, spans: Spans, width: int) -> pa.Array[Any]:
+        """Return spans of ``width`` bytes as hexadecimal digits."""
+        spans = spans.where(spans.ends - spans.starts == width)
+        octets = self.data[spans.starts[:, None] + np.arange(width)]
+        digits = np.empty((len(spans.rows), 2 * width), np.uint8)
+        digits[:, 0::2] = _HEX[octets >> 4]
+        digits[:, 1::2] = _HEX[octets & 15]
+        bounds = np.arange(0, digits.size + 1, 2 * width, dtype=np.int32)
+        buffers = [None, pa.py_buffer(bounds.data), pa.py_buffer(digits.tobytes())]
+        texts = pa.Array.from_buffers(pa.string(), len(spans.rows), buffers)
+        return place_in_rows(spans.rows, texts, self.count)
 
-    def _time(self, spans: Spans) -> pa.Array[Any]:
-        whole = spans.where(spans.ends - spans.starts == 8)
-        micros = (read_fixed64(self.data, whole) // np.uint64(1000)).astype(np.int64)
-        return place_in_rows(whole.rows, pa.array(micros, mask=micros == 0).cast(TIME), self.count)
+    def _decode_times(self, spans: Spans) -> pa.Array[Any]:
+        spans = spans.where(spans.ends - spans.starts == 8)
+        micros = (read_fixed64(self.data, spans) // np.uint64(1000)).astype(np.int64)
+        times = pa.array(micros, mask=micros == 0).cast(TIME)
+        return place_in_rows(spans.rows, times, self.count)
 
-    def _named(
-        self, fields: Fields, chosen: Mask, numbers: Places | Numbers, names: pa.Array[Any]
+    def _decode_names(
+        self, fields: Fields, chosen: Mask, numbers: Positions | Numbers, names: pa.Array[Any]
     ) -> pa.Array[Any]:
-        """The names that go with these numbers, each in the row of its field."""
+        """Return the names of these numbers, each in the row of its field."""
         found = pick_values(names, numbers[chosen].astype(np.int64))
         return place_in_rows(fields.rows[chosen], found, self.count)
 
-    def _status(self, spans: Spans) -> pa.Array[Any]:
-        inside = self._fields(spans)
-        return self._named(inside, inside.numbers == 3, inside.values, _STATUSES)
-
-    def _pairs(self, spans: Spans) -> pa.Array[Any]:
-        """A map for each event, of the key-value messages in these spans."""
+    def _decode_pairs(self, spans: Spans) -> pa.Array[Any]:
+        """Return a map for each event, made of the key-value messages in these spans."""
         count = len(spans.rows)
-        fields, bad = parse_fields(self.data, spans.starts, spans.ends)
-        self._refuse(self._rows(spans.rows[bad]), "its attributes are malformed")
-        named, valued = (fields.spans(fields.numbers == number) for number in (1, 2))
-        keys = place_in_rows(named.rows, read_texts(self.data, named), count)
-        owned = valued._replace(rows=spans.rows[valued.rows])
-        values = place_in_rows(valued.rows, self._any(owned), count)
-        return build_maps(spans.rows, keys, values, self.count)
+        fields = self._parse_by_position(spans, "its attributes are malformed")
+        keys, values = (fields.get_spans(fields.numbers == number) for number in (1, 2))
+        key_texts = place_in_rows(keys.rows, read_texts(self.data, keys), count)
+        decoded = self._decode_any_values(values._replace(rows=spans.rows[values.rows]))
+        value_texts = place_in_rows(values.rows, decoded, count)
+        ends = np.zeros(self.count + 1, np.int32)
+        np.cumsum(np.bincount(spans.rows, minlength=self.count), out=ends[1:])
+        offsets: Any = pa.array(ends)
+        found: pa.Array[Any] = pa.MapArray.from_arrays(
+            offsets, key_texts.fill_null(""), value_texts.fill_null("")
+        )
+        return found
 
-    def _any(self, spans: Spans) -> pa.Array[Any]:
-        """The text of each ``AnyValue``: as it is, or as JSON writes it; null for none."""
-        count = len(spans.rows)
-        fields, bad = parse_fields(self.data, spans.starts, spans.ends)
-        self._refuse(self._rows(spans.rows[bad]), "a value in it is malformed")
+    def _decode_any_values(self, spans: Spans) -> pa.Array[Any]:
+        """Return each ``AnyValue`` as text: as it is, or as JSON; null without a value."""
+        fields = self._parse_by_position(spans, "a value in it is malformed")
         kinds = fields.numbers
-        plain = fields.spans(kinds == _STRING)
-        number = fields.values[kinds == _INT].view(np.int64)
-        double = fields.spans((kinds == _DOUBLE) & (fields.ends - fields.starts == 8))
-        nested = fields.spans(kinds > _DOUBLE)
-        parts = [
-            (plain.rows, read_texts(self.data, plain)),
-            (fields.rows[kinds == _BOOL], _truths(fields.values[kinds == _BOOL])),
-            (fields.rows[kinds == _INT], pa.array(number).cast(TEXT)),
-            (double.rows, pa.array(read_fixed64(self.data, double).view(np.float64)).cast(TEXT)),
-            (nested.rows, self._nested(spans, nested)),
+        strings = fields.get_spans(kinds == _STRING)
+        booleans = (fields.values[kinds == _BOOL] != 0).astype(np.int64)
+        doubles = fields.get_spans((kinds == _DOUBLE) & (fields.ends - fields.starts == 8))
+        nested = fields.rows[kinds > _DOUBLE]
+        parts: list[tuple[Positions, pa.Array[Any]]] = [
+            (strings.rows, read_texts(self.data, strings)),
+            (fields.rows[kinds == _BOOL], pick_values(pa.array(["false", "true"]), booleans)),
+            (
+                fields.rows[kinds == _INT],
+                pa.array(fields.values[kinds == _INT].view(np.int64)).cast(TEXT),
+            ),
+            (
+                doubles.rows,
+                pa.array(read_fixed64(self.data, doubles).view(np.float64)).cast(TEXT),
+            ),
+            (nested, pa.array([self._decode_nested(spans, row) for row in nested], TEXT)),
         ]
         rows = np.concatenate([rows for rows, _ in parts])
-        return place_in_rows(rows, pa.concat_arrays([values for _, values in parts]), count)
+        texts = pa.concat_arrays([texts for _, texts in parts])
+        return place_in_rows(rows, texts, len(spans.rows))
 
-    def _nested(self, spans: Spans, nested: Spans) -> pa.Array[Any]:
-        """Lists, maps and bytes, which are rare, one by one."""
-        found: list[str | None] = []
-        for row in nested.rows:
-            raw = self.data[spans.starts[row] : spans.ends[row]].tobytes()
-            try:
-                found.append(_json(AnyValue.FromString(raw)))
-            except (DecodeError, RecursionError):
-                found.append(None)
-        return pa.array(found, TEXT)
-
-
-def _truths(values: Any) -> pa.Array[Any]:  # noqa: ANN401
-    return pick_values(pa.array(["false", "true"]), (values != 0).astype(np.int64))
+    def _decode_nested(self, spans: Spans, at: int) -> str | None:
+        """Return a list, a map or bytes, which are rare, as text."""
+        raw = self.data[spans.starts[at] : spans.ends[at]].tobytes()
+        try:
+            plain = _to_plain(AnyValue.FromString(raw))
+        except (DecodeError, RecursionError):
+            return None
+        if isinstance(plain, str):
+            return plain  # bytes as base64
+        return json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
 
 
-def _json(value: Any) -> str:  # noqa: ANN401
-    if value.WhichOneof("value") == "bytes_value":
-        return base64.b64encode(value.bytes_value).decode()
-    return json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":"))
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401
+def _to_plain(value: Any) -> Any:  # noqa: ANN401
     kind = value.WhichOneof("value")
     match kind:
         case None:
             return None
         case "array_value":
-            return [_plain(each) for each in value.array_value.values]
+            return [_to_plain(each) for each in value.array_value.values]
         case "kvlist_value":
-            return {pair.key: _plain(pair.value) for pair in value.kvlist_value.values}
+            return {pair.key: _to_plain(pair.value) for pair in value.kvlist_value.values}
         case "bytes_value":
             return base64.b64encode(value.bytes_value).decode()
         case _:

@@ -1,6 +1,8 @@
-"""The settings of the parse stage. They are here, without Spark, so that every part can check them.
+"""The settings of the parse stage. This module does not need Spark, so every part can check them.
 
-What only Java can judge, a regular expression's finer points, is judged when the stage is built.
+Java's regular expressions are checked without Java: groups, names and brackets. Java itself checks
+the rest when the stage is built. Named groups become numbered groups: so a name may be any column
+name (Java refuses ``_``), and one pass extracts all groups.
 """
 
 from __future__ import annotations
@@ -8,20 +10,14 @@ from __future__ import annotations
 import enum
 import re
 import zoneinfo
-from typing import Any, Final, NamedTuple, Self
+from collections.abc import Iterable
+from typing import Final, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from turnlane.delivery.settings import OWN_PREFIX, PAYLOAD
 from turnlane.events import BASE_SCHEMA
 from turnlane.validation import ConfigIssue, ContradictorySettings, suggest
-
-# ── java_regex ──
-# Java's regular expressions, as far as one can judge them without Java: groups, names, brackets.
-#
-# Named groups become numbered ones. So a name may be any column name (Java itself refuses
-# ``_``),
-# and one pass can take out all groups.
 
 _TOKEN: Final = re.compile(
     r"""
@@ -42,11 +38,11 @@ _IN_CLASS: Final = re.compile(r"\\Q.*?(?:\\E|\Z)|\\.|\[\^?\]?|\]|[^\\\[\]]+|\\\Z
 
 
 class BadPattern(ValueError):
-    """The pattern cannot be a regular expression; says where."""
+    """The pattern cannot be a regular expression; the message has the place."""
 
 
 class GroupedPattern(NamedTuple):
-    """A pattern with no names in it, and the numbers of the groups that had one."""
+    """A pattern without names, and the numbers of its named groups, in order."""
 
     pattern: str
     numbers: dict[str, int]
@@ -57,108 +53,81 @@ class GroupedPattern(NamedTuple):
         return tuple(self.numbers)
 
     @classmethod
-    def of(cls, pattern: str) -> GroupedPattern:
-        """Read a pattern. Raises ``BadPattern``."""
-        return _PatternScanner(pattern).done()
+    def of(cls, pattern: str) -> GroupedPattern:  # noqa: C901 - one case for each token
+        """Parse a pattern. Raises ``BadPattern``."""
+        parts: list[str] = []
+        opened: list[int] = []
+        numbers: dict[str, int] = {}
+        count = at = 0
+        while at < len(pattern):
+            token = _TOKEN.match(pattern, at)
+            assert token is not None, "some alternative matches any character"
+            end, text, place = token.end(), token[0], f"character {at + 1}"
+            match token.lastgroup:
+                case "named":
+                    name = _check_group_name(token, place, numbers)
+                    opened.append(at)
+                    count += 1
+                    numbers[name] = count
+                    text = "("
+                case "group" | "special":
+                    opened.append(at)
+                    count += token.lastgroup == "group"
+                case "close":
+                    if not opened:
+                        raise BadPattern(f"`)` at {place} closes nothing")
+                    opened.pop()
+                case "class":
+                    end = _find_class_end(pattern, at)
+                    text = pattern[at:end]
+                case "stray":
+                    raise BadPattern("it ends with a lone backslash")
+                case "other" if text[0] in "*+?" and (not parts or parts[-1] == "("):
+                    raise BadPattern(f"`{text[0]}` at {place} repeats nothing")
+                case "back":
+                    name = token["backname"]
+                    if name not in numbers:
+                        raise BadPattern(f"there is no group {name!r} before {place}")
+                    text = rf"(?:\{numbers[name]})"
+            parts.append(text)
+            at = end
+        if opened:
+            raise BadPattern(f"the group opened at character {opened[-1] + 1} is never closed")
+        return cls("".join(parts), numbers)
 
 
-class _PatternScanner:
-    """One way through a pattern."""
-
-    def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
-        self._written: list[str] = []
-        self._opened: list[int] = []
-        self._numbers: dict[str, int] = {}
-        self._count = 0
-
-    def done(self) -> GroupedPattern:
-        at = 0
-        while at < len(self._pattern):
-            found = _TOKEN.match(self._pattern, at)
-            assert found is not None, "some alternative takes any character"
-            at = self._take(found)
-        if self._opened:
-            raise BadPattern(f"the group opened at {_place(self._opened[-1])} is never closed")
-        return GroupedPattern("".join(self._written), self._numbers)
-
-    def _take(self, token: re.Match[str]) -> int:
-        at, end, text = token.start(), token.end(), token[0]
-        match token.lastgroup:
-            case "named":
-                self._named(at, token)
-                text = "("
-            case "group":
-                self._open(at, counts=True)
-            case "special":
-                self._open(at, counts=False)
-            case "close":
-                if not self._opened:
-                    raise BadPattern(f"`)` at {_place(at)} closes nothing")
-                self._opened.pop()
-            case "class":
-                end = self._class_end(at)
-                text = self._pattern[at:end]
-            case "stray":
-                raise BadPattern("it ends with a lone backslash")
-            case "other":
-                self._check_start(at, text)
-            case "back":
-                text = self._reference(at, token)
-        self._written.append(text)
-        return end
-
-    def _open(self, at: int, *, counts: bool) -> None:
-        self._opened.append(at)
-        self._count += counts
-
-    def _named(self, at: int, token: re.Match[str]) -> None:
-        name = token["name"]
-        if not token[0].endswith(">"):
-            raise BadPattern(f"the group's name at {_place(at)} is not closed with >")
-        if token[0].startswith("(?P"):
-            raise BadPattern(f"{token[0]} at {_place(at)} is Python; Java writes (?<{name}>…)")
-        if name in self._numbers:
-            raise BadPattern(f"there are two groups {name!r}")
-        self._open(at, counts=True)
-        self._numbers[name] = self._count
-
-    def _reference(self, at: int, token: re.Match[str]) -> str:
-        name = token["backname"]
-        if name not in self._numbers:
-            raise BadPattern(f"there is no group {name!r} before {_place(at)}")
-        return rf"(?:\{self._numbers[name]})"
-
-    def _check_start(self, at: int, text: str) -> None:
-        opened = not self._written or self._written[-1] == "("
-        if opened and text[0] in "*+?":
-            raise BadPattern(f"`{text[0]}` at {_place(at)} repeats nothing")
-
-    def _class_end(self, at: int) -> int:
-        """Where the character class that opens here ends; classes nest in Java."""
-        depth, place = 0, at
-        while place < len(self._pattern):
-            found = _IN_CLASS.match(self._pattern, place)
-            assert found is not None, "some alternative takes any character"
-            depth += found[0].startswith("[")
-            depth -= found[0] == "]"
-            place = found.end()
-            if depth == 0:
-                return place
-        raise BadPattern(f"the character class opened at {_place(at)} is never closed")
+def _check_group_name(token: re.Match[str], place: str, numbers: dict[str, int]) -> str:
+    name = token["name"]
+    if not token[0].endswith(">"):
+        raise BadPattern(f"the group's name at {place} is not closed with >")
+    if token[0].startswith("(?P"):
+        raise BadPattern(f"{token[0]} at {place} is Python; Java writes (?<{name}>…)")
+    if name in numbers:
+        raise BadPattern(f"there are two groups {name!r}")
+    return name
 
 
-def _place(at: int) -> str:
-    return f"character {at + 1}"
+def _find_class_end(pattern: str, start: int) -> int:
+    """Return where the character class that opens at ``start`` ends; classes nest in Java."""
+    depth, at = 0, start
+    while at < len(pattern):
+        token = _IN_CLASS.match(pattern, at)
+        assert token is not None, "some alternative matches any character"
+        depth += token[0].startswith("[")
+        depth -= token[0] == "]"
+        at = token.end()
+        if depth == 0:
+            return at
+    raise BadPattern(f"the character class opened at character {start + 1} is never closed")
 
 
 PARSE_ERROR: Final = "parse_error"
-"""The column that says why an event could not be parsed; null if it could."""
+"""The column with the reason why an event could not be parsed; null if it was parsed."""
 
 TAKEN: Final = frozenset(
     {*BASE_SCHEMA.names, "queue", "partition", "offset", "data", PAYLOAD, PARSE_ERROR}
 )
-"""Columns that events have anyway, which no parsed column may replace."""
+"""Columns that every event has; no parsed column may replace them."""
 
 _COLUMN: Final = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _STEP: Final = r"(?:[A-Za-z_][\w-]*|\[(?:\d+|'[^'\\]+'|\"[^\"\\]+\")\])"
@@ -171,7 +140,7 @@ _DECIMAL: Final = re.compile(r"decimal\(\d{1,2}, ?\d{1,2}\)")
 
 
 class Format(enum.StrEnum):
-    """What the values of a queue's events are."""
+    """The format of the values of a queue's events."""
 
     NONE = "none"
     SYSLOG = "syslog"
@@ -181,23 +150,23 @@ class Format(enum.StrEnum):
 
 
 class OnError(enum.StrEnum):
-    """What becomes of an event that does not parse."""
+    """What happens to an event that cannot be parsed."""
 
     KEEP = "keep"
-    """It goes on as it came, with the reason in the column ``parse_error``."""
+    """It is kept as it is, with the reason in the column ``parse_error``."""
     DEAD = "dead"
     """It goes to the dead letters, with the reason."""
 
 
 class JsonColumn(NamedTuple):
-    """A column taken out of JSON: where it is, as Spark writes paths, and its type."""
+    """A column extracted from JSON: its path in Spark's notation, and its type."""
 
     path: str
     kind: str
 
 
 _KNOBS: Final = {"pattern": Format.REGEX, "columns": Format.JSON, "time_zone": Format.SYSLOG}
-"""Which format a knob belongs to."""
+"""The format that a setting belongs to."""
 
 
 class ParseSettings(BaseModel):
@@ -230,97 +199,92 @@ class ParseSettings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _worded(cls, given: object) -> object:
+    def _expand_format(cls, given: object) -> object:
         if isinstance(given, str):
             return {"format": given}
         return {} if given is None else given
 
     @model_validator(mode="after")
-    def _fitting(self) -> Self:
-        problems = [*self._misplaced(), *self._pattern(), *self._columns(), *self._zone()]
-        if problems:
-            raise ContradictorySettings(problems)
-        return self
-
-    def _misplaced(self) -> list[ConfigIssue]:
-        return [
+    def _check(self) -> Self:
+        issues = [
             ConfigIssue(knob, f"belongs to the format `{owner}`, not to `{self.format}`")
             for knob, owner in _KNOBS.items()
             if knob in self.model_fields_set and self.format is not owner
         ]
-
-    def _pattern(self) -> list[ConfigIssue]:
-        if self.format is not Format.REGEX:
-            return []
-        if self.pattern is None:
-            return [ConfigIssue("pattern", "is required with the format `regex`")]
-        try:
-            names = self.grouped().names
-        except BadPattern as error:
-            return [ConfigIssue("pattern", str(error))]
-        if not names:
-            return [ConfigIssue("pattern", "has no named group; write one as (?<name>…)")]
-        return [ConfigIssue("pattern", f"group {name!r} {why}") for name, why in _unusable(names)]
-
-    def _columns(self) -> list[ConfigIssue]:
-        problems = [ConfigIssue(f"columns.{name}", why) for name, why in _unusable(self.columns)]
+        if self.format is Format.REGEX:
+            issues += [ConfigIssue("pattern", why) for why in self._check_pattern()]
+        for name, why in _find_unusable_names(self.columns):
+            issues.append(ConfigIssue(f"columns.{name}", why))
         for name, text in self.columns.items():
-            why = _why_not_picked(text)
-            if why:
-                problems.append(ConfigIssue(f"columns.{name}", why))
-        return problems
-
-    def _zone(self) -> list[ConfigIssue]:
+            reason = _check_json_column(text)
+            if reason:
+                issues.append(ConfigIssue(f"columns.{name}", reason))
         try:
             zoneinfo.ZoneInfo(self.time_zone)
         except (ValueError, OSError, zoneinfo.ZoneInfoNotFoundError):
             near = suggest(self.time_zone, zoneinfo.available_timezones())
-            return [ConfigIssue("time_zone", f"there is no time zone {self.time_zone!r}{near}")]
-        return []
+            why = f"there is no time zone {self.time_zone!r}{near}"
+            issues.append(ConfigIssue("time_zone", why))
+        if issues:
+            raise ContradictorySettings(issues)
+        return self
 
-    def grouped(self) -> GroupedPattern:
-        """The pattern with its groups counted. Raises ``BadPattern``."""
+    def _check_pattern(self) -> list[str]:
+        if self.pattern is None:
+            return ["is required with the format `regex`"]
+        try:
+            names = self.build_grouped_pattern().names
+        except BadPattern as error:
+            return [str(error)]
+        if not names:
+            return ["has no named group; write one as (?<name>…)"]
+        return [f"group {name!r} {why}" for name, why in _find_unusable_names(names)]
+
+    def build_grouped_pattern(self) -> GroupedPattern:
+        """Return the pattern with numbered groups. Raises ``BadPattern``."""
         return GroupedPattern.of(self.pattern or "")
 
-    def picks(self) -> dict[str, JsonColumn]:
-        """The columns to be taken out of JSON, by name."""
-        return {name: _pick(text) for name, text in self.columns.items()}
+    def build_json_columns(self) -> dict[str, JsonColumn]:
+        """Return the columns to extract from JSON, by name."""
+        found = {}
+        for name, text in self.columns.items():
+            path, kind = _split_json_column(text)
+            found[name] = JsonColumn(f"${path}" if path.startswith("[") else f"$.{path}", kind)
+        return found
 
 
-def _unusable(names: Any) -> list[tuple[str, str]]:  # noqa: ANN401
-    """The names that cannot be columns, and why."""
-    found = []
+def _find_unusable_names(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the names that cannot be columns, each with the reason."""
+    issues = []
     for name in names:
         if not _COLUMN.fullmatch(name):
-            found.append((name, "is no column name: a letter, then letters, digits and _"))
+            why = "is not a column name: a letter, then letters, digits and _"
         elif name.lower() in TAKEN:
-            found.append((name, "is a column that every event has; choose another name"))
+            why = "is a column that every event has; choose another name"
         elif name.lower().startswith(OWN_PREFIX):
-            found.append((name, f"begins as only our own columns do, with {OWN_PREFIX}"))
-    lowered = [name.lower() for name in names]
-    found += [
-        (name, "is there twice, since Spark does not tell capitals from small letters")
-        for at, name in enumerate(names)
-        if name.lower() in lowered[:at]
-    ]
-    return found
+            why = f"begins with {OWN_PREFIX}, which is reserved for turnlane's own columns"
+        else:
+            continue
+        issues.append((name, why))
+    known: set[str] = set()
+    for name in names:
+        if name.lower() in known:
+            issues.append((name, "is there twice: Spark ignores the case of column names"))
+        known.add(name.lower())
+    return issues
 
 
-def _pick(text: str) -> JsonColumn:
+def _split_json_column(text: str) -> tuple[str, str]:
     path, _, kind = text.partition("::")
-    path = path.strip()
-    return JsonColumn(
-        f"${path}" if path.startswith("[") else f"$.{path}", kind.strip().lower() or "string"
-    )
+    return path.strip(), kind.strip().lower() or "string"
 
 
-def _why_not_picked(text: str) -> str | None:
-    path, _, kind = text.partition("::")
-    if not _PATH.fullmatch(path.strip()):
-        return f"{path!r} is no path; write one as http.status or items[0].name"
-    kind = kind.strip().lower() or "string"
+def _check_json_column(text: str) -> str | None:
+    """Return the problem of a path and type, if there is one."""
+    path, kind = _split_json_column(text)
+    if not _PATH.fullmatch(path):
+        return f"{path!r} is not a path; write one as http.status or items[0].name"
     if kind not in _TYPES and not _DECIMAL.fullmatch(kind):
-        return f"there is no type {kind!r}{suggest(kind, _TYPES)}; there are: " + ", ".join(
-            (*_TYPES, "decimal(p,s)")
-        )
+        types = ", ".join((*_TYPES, "decimal(p,s)"))
+        return f"there is no type {kind!r}{suggest(kind, _TYPES)}; there are: {types}"
     return None

@@ -1,7 +1,7 @@
-"""Syslog as it comes in: messages told apart, and how important each of them is.
+"""Syslog: the priority of received messages, and events written as messages.
 
-No message is parsed or changed on the way into a queue; only its priority is looked at, so that a
-queue under pressure can shed what matters least.
+No message is parsed or changed on its way into a queue. Only its priority is read, so that a queue
+under pressure can shed the least important messages.
 """
 
 from __future__ import annotations
@@ -25,26 +25,30 @@ _LONGEST: Final = len("<191>")
 
 
 def parse_severities(values: pa.BinaryArray) -> pa.Int8Array:
-    """The severity in each message's ``<PRI>``, 0 (emergency) to 7 (debug); null without one."""
-    numbers, missing = _priorities(values)
+    """Return the severity of each message's ``<PRI>``, 0 (emergency) to 7; null without one."""
+    numbers, missing = _read_priorities(values)
     return pa.array((numbers & 7).astype(np.int8), pa.int8(), mask=missing)
 
 
 def parse_priorities(values: pa.BinaryArray) -> pa.Int16Array:
-    """The number in each message's ``<PRI>``; null without one, or if it is too large."""
-    numbers, missing = _priorities(values)
+    """Return the number of each message's ``<PRI>``; null without one, or if it is too large."""
+    numbers, missing = _read_priorities(values)
     return pa.array(numbers.astype(np.int16), pa.int16(), mask=missing)
 
 
-def _priorities(values: pa.BinaryArray) -> tuple[Numbers, Mask | None]:
-    """The numbers, and which of them are none, if any."""
+def _read_priorities(values: pa.BinaryArray) -> tuple[Numbers, Mask | None]:
+    """Return the numbers, and the mask of the invalid ones, ``None`` if all are valid."""
     count = len(values)
     _, offsets, contents = values.buffers()
     if offsets is None or contents is None or not count or not contents.size:
         return np.zeros(count, np.uint16), np.ones(count, np.bool_)
     data = np.frombuffer(memoryview(contents), np.uint8)
     bounds = np.frombuffer(memoryview(offsets), np.int32)[values.offset : values.offset + count + 1]
-    less, one, two, three, four = _beginnings(data, bounds[:-1].astype(np.intp))
+    if len(data) < _LONGEST:
+        data = np.concatenate((data, np.zeros(_LONGEST, np.uint8)))
+    # The first five bytes of each message; for a shorter message, also bytes of the next ones.
+    starts = bounds[:-1].astype(np.intp)
+    less, one, two, three, four = (data[at:].take(starts, mode="clip") for at in range(_LONGEST))
     ones, tens, hundreds = (each - np.uint8(_ZERO) for each in (one, two, three))
     # A byte below "0" wraps to a large number: only digits are at most 9.
     digits = ones <= 9
@@ -61,15 +65,7 @@ def _priorities(values: pa.BinaryArray) -> tuple[Numbers, Mask | None]:
     return priority, None if valid.all() else ~valid
 
 
-def _beginnings(data: npt.NDArray[np.uint8], starts: npt.NDArray[np.intp]) -> list[Any]:
-    """The first five bytes of each message; of a shorter one, some are of others."""
-    if len(data) < _LONGEST:
-        data = np.concatenate((data, np.zeros(_LONGEST, np.uint8)))
-    return [data[at:].take(starts, mode="clip") for at in range(_LONGEST)]
-
-
-# ── syslog_writing ──
-# Events as syslog messages, all of a block at once: RFC 5424, RFC 3164, and how messages end.
+# ── events as messages, a block at a time ─────────────────────────────────────────────────────
 
 Facility = Literal[
     "kern", "user", "mail", "daemon", "auth", "syslog", "lpr", "news", "uucp", "cron", "authpriv",
@@ -79,18 +75,18 @@ Facility = Literal[
 Severity = Literal["emerg", "alert", "crit", "err", "warning", "notice", "info", "debug"]
 FACILITIES: Final = get_args(Facility)
 SEVERITIES: Final = get_args(Severity)
-"""A name's place is its number."""
+"""The position of a name is its number."""
 
 _NIL: Final = "-"
-_NOT_PRINTED: Final = "[^!-~]"
-_HOST, _APP, _PROC, _MSG_ID = 255, 48, 128, 32
-"""How long RFC 5424 lets its fields be."""
-_TAG: Final = 32
-"""How long RFC 3164 lets a tag be."""
+_NOT_PRINTABLE: Final = "[^!-~]"
+_MAX_HOST, _MAX_APP, _MAX_PROC, _MAX_MSG_ID = 255, 48, 128, 32
+"""The longest fields of RFC 5424."""
+_MAX_TAG: Final = 32
+"""The longest tag of RFC 3164."""
 
 
 class SyslogColumnNames(NamedTuple):
-    """The columns that the parts of a message come from."""
+    """The columns of the parts of a message."""
 
     facility: str
     severity: str
@@ -103,7 +99,7 @@ class SyslogColumnNames(NamedTuple):
 
 
 class SyslogDefaults(NamedTuple):
-    """What stands in a message whose event does not say."""
+    """The parts of a message whose event does not have them."""
 
     facility: int
     severity: int
@@ -114,83 +110,90 @@ class SyslogDefaults(NamedTuple):
 def format_rfc5424(
     block: Block,
     names: SyslogColumnNames,
-    otherwise: SyslogDefaults,
+    defaults: SyslogDefaults,
     ids: tuple[str, Any] | None = None,
 ) -> Any:  # noqa: ANN401
-    """A message each; structured data has the event's id, if there is an element for it."""
+    """Return a column of messages; ``ids`` are an element's name and ids for structured data."""
+    times = _get_times(block, names)
+    microseconds = pc.round(pc.multiply(pc.subsecond(times), 1e6)).cast(pa.int64())
+    digits = pc.utf8_lpad(microseconds.cast(pa.string()), 6, "0").cast(pa.large_binary())
+    fraction = pc.fill_null(join_columns(digits, _scalar("Z")), _scalar(""))
+    structured: tuple[Any, ...] = (_scalar(" - "),)
+    if ids is not None:
+        element, texts = ids
+        escaped = pc.replace_substring_regex(texts, r'(["\\\]])', r"\\\1")
+        structured = _scalar(f' [{element} id="'), to_large_binary(escaped), _scalar('"] ')
     return join_columns(
-        *_priority(block, names, otherwise),
-        _word("1 "),
-        _moment(_time(block, names)),
-        _word(" "),
-        _field(block, names.hostname, otherwise.hostname, _HOST),
-        _word(" "),
-        _field(block, names.app_name, otherwise.app_name, _APP),
-        _word(" "),
-        _field(block, names.proc_id, _NIL, _PROC),
-        _word(" "),
-        _field(block, names.msg_id, _NIL, _MSG_ID),
-        *_structured(ids),
-        _message(block, names),
+        *_format_priority(block, names, defaults),
+        _scalar("1 "),
+        _format_seconds(times, "%Y-%m-%dT%H:%M:%S.", _NIL),
+        fraction,
+        _scalar(" "),
+        _format_field(block, names.hostname, defaults.hostname, _MAX_HOST),
+        _scalar(" "),
+        _format_field(block, names.app_name, defaults.app_name, _MAX_APP),
+        _scalar(" "),
+        _format_field(block, names.proc_id, _NIL, _MAX_PROC),
+        _scalar(" "),
+        _format_field(block, names.msg_id, _NIL, _MAX_MSG_ID),
+        *structured,
+        _get_messages(block, names),
     )
 
 
-def _structured(ids: tuple[str, Any] | None) -> tuple[Any, ...]:
-    if ids is None:
-        return (_word(" - "),)
-    element, texts = ids
-    escaped = pc.replace_substring_regex(texts, r'(["\\\]])', r"\\\1")
-    return _word(f' [{element} id="'), to_large_binary(escaped), _word('"] ')
-
-
-def format_rfc3164(block: Block, names: SyslogColumnNames, otherwise: SyslogDefaults) -> Any:  # noqa: ANN401
-    """A message each. The time is in UTC: there is no place for a zone."""
+def format_rfc3164(block: Block, names: SyslogColumnNames, defaults: SyslogDefaults) -> Any:  # noqa: ANN401
+    """Return a column of messages. Times are in UTC: the format has no time zone."""
+    process: Any = _scalar("")
+    if names.proc_id in block.schema.names:
+        ids = _format_field(block, names.proc_id, _NIL, _MAX_PROC)
+        in_brackets = join_columns(_scalar("["), ids, _scalar("]"))
+        process = pc.if_else(block.column(names.proc_id).is_null(), _scalar(""), in_brackets)
     return join_columns(
-        *_priority(block, names, otherwise),
-        _second(_time(block, names), "%b %e %H:%M:%S", "Jan  1 00:00:00"),
-        _word(" "),
-        _field(block, names.hostname, otherwise.hostname, _HOST),
-        _word(" "),
-        _field(block, names.app_name, otherwise.app_name, _TAG),
-        _process(block, names.proc_id),
-        _word(": "),
-        _message(block, names),
+        *_format_priority(block, names, defaults),
+        _format_seconds(_get_times(block, names), "%b %e %H:%M:%S", "Jan  1 00:00:00"),
+        _scalar(" "),
+        _format_field(block, names.hostname, defaults.hostname, _MAX_HOST),
+        _scalar(" "),
+        _format_field(block, names.app_name, defaults.app_name, _MAX_TAG),
+        process,
+        _scalar(": "),
+        _get_messages(block, names),
     )
 
 
 def frame_by_length(messages: Any) -> Any:  # noqa: ANN401
-    """Messages with their lengths before them (RFC 6587), which knows no empty ones."""
-    lengths = pc.binary_length(messages)
-    counted = join_columns(lengths.cast(pa.string()).cast(pa.large_binary()), _word(" "), messages)
-    return pc.if_else(pc.equal(messages, _word("")), messages, counted)
+    """Write the length before each message (RFC 6587); empty messages stay empty."""
+    lengths = pc.binary_length(messages).cast(pa.string()).cast(pa.large_binary())
+    counted = join_columns(lengths, _scalar(" "), messages)
+    return pc.if_else(pc.equal(messages, _scalar("")), messages, counted)
 
 
 def frame_by_newline(messages: Any) -> Any:  # noqa: ANN401
-    """Messages with newlines after them; those within become spaces."""
-    return join_columns(pc.replace_substring(messages, "\n", " "), _word("\n"))
+    """Write a newline after each message; newlines inside become spaces."""
+    return join_columns(pc.replace_substring(messages, "\n", " "), _scalar("\n"))
 
 
-def _priority(
-    block: Block, names: SyslogColumnNames, otherwise: SyslogDefaults
+def _format_priority(
+    block: Block, names: SyslogColumnNames, defaults: SyslogDefaults
 ) -> tuple[Any, Any, Any]:
-    facility = _number(block, names.facility, otherwise.facility, len(FACILITIES))
-    severity = _number(block, names.severity, otherwise.severity, len(SEVERITIES))
+    facility = _get_numbers(block, names.facility, defaults.facility, len(FACILITIES))
+    severity = _get_numbers(block, names.severity, defaults.severity, len(SEVERITIES))
     priority: Any = pc.add(pc.multiply(facility, 8), severity)
-    return _word("<"), priority.cast(pa.string()).cast(pa.large_binary()), _word(">")
+    return _scalar("<"), priority.cast(pa.string()).cast(pa.large_binary()), _scalar(">")
 
 
-def _number(block: Block, name: str, otherwise: int, count: int) -> Any:  # noqa: ANN401
-    """The column's numbers where they are from 0 to ``count - 1``."""
+def _get_numbers(block: Block, name: str, default: int, count: int) -> Any:  # noqa: ANN401
+    """Return the numbers of a column, and the default for those not in 0 to ``count - 1``."""
     at = block.schema.get_field_index(name)
     if at < 0 or not pa.types.is_integer(block.schema.field(at).type):
-        return pa.repeat(pa.scalar(otherwise, pa.int64()), block.num_rows)
+        return pa.repeat(pa.scalar(default, pa.int64()), block.num_rows)
     numbers: Any = block.column(at).cast(pa.int64())
     valid = pc.is_in(numbers, value_set=pa.array(range(count), pa.int64()))
-    return pc.if_else(valid, numbers, pa.scalar(otherwise, pa.int64()))
+    return pc.if_else(valid, numbers, pa.scalar(default, pa.int64()))
 
 
-def _time(block: Block, names: SyslogColumnNames) -> Any:  # noqa: ANN401
-    """When it happened; where that is not known, when it arrived."""
+def _get_times(block: Block, names: SyslogColumnNames) -> Any:  # noqa: ANN401
+    """Return the times of the events; an unknown one is the time of arrival."""
     kind = pa.timestamp("us", tz="UTC")
     found = [
         block.column(name).cast(kind)
@@ -200,50 +203,32 @@ def _time(block: Block, names: SyslogColumnNames) -> Any:  # noqa: ANN401
     return pc.coalesce(*found) if found else pa.nulls(block.num_rows, kind)
 
 
-def _moment(times: Any) -> Any:  # noqa: ANN401
-    """Times to the microsecond, as RFC 5424 has them; null is nil."""
-    seconds = _second(times, "%Y-%m-%dT%H:%M:%S.", _NIL)
-    rest = pc.subsecond(times)
-    digits = pc.round(pc.multiply(rest, 1e6)).cast(pa.int64()).cast(pa.string())
-    padded = join_columns(pc.utf8_lpad(digits, 6, "0").cast(pa.large_binary()), _word("Z"))
-    return join_columns(seconds, pc.fill_null(padded, _word("")))
-
-
-def _second(times: Any, form: str, otherwise: str) -> Any:  # noqa: ANN401
-    """Times as text. Many events share a second: each is written out once."""
+def _format_seconds(times: Any, form: str, default: str) -> Any:  # noqa: ANN401
+    """Format times. Many events share a second, so each second is formatted once."""
     seconds = pc.floor_temporal(times, unit="second").cast(pa.timestamp("s", tz="UTC"))
     encoded = seconds.dictionary_encode()
     texts: Any = pc.strftime(encoded.dictionary, form)
-    return pc.fill_null(texts.take(encoded.indices).cast(pa.large_binary()), _word(otherwise))
+    return pc.fill_null(texts.take(encoded.indices).cast(pa.large_binary()), _scalar(default))
 
 
-def _field(block: Block, name: str, otherwise: str, most: int) -> Any:  # noqa: ANN401
-    """A word of a header: printable ASCII without spaces. Few differ: each is tidied once."""
+def _format_field(block: Block, name: str, default: str, most: int) -> Any:  # noqa: ANN401
+    """Return a header field: printable ASCII without spaces. Each distinct word is cleaned once."""
+    fallback = _clean_words(pa.array([default]), default, most)[0]
     if name not in block.schema.names:
-        return pa.repeat(_tidied(pa.array([otherwise]), otherwise, most)[0], block.num_rows)
+        return pa.repeat(fallback, block.num_rows)
     encoded: Any = block.column(name).cast(pa.string()).dictionary_encode()
-    tidy = _tidied(encoded.dictionary, otherwise, most)
-    fallback = _tidied(pa.array([otherwise]), otherwise, most)[0]
-    return pc.fill_null(tidy.take(encoded.indices), fallback)
+    words = _clean_words(encoded.dictionary, default, most)
+    return pc.fill_null(words.take(encoded.indices), fallback)
 
 
-def _tidied(words: Any, otherwise: str, most: int) -> Any:  # noqa: ANN401
-    clean: Any = pc.replace_substring_regex(words.cast(pa.large_binary()), _NOT_PRINTED, "_")
+def _clean_words(words: Any, default: str, most: int) -> Any:  # noqa: ANN401
+    clean: Any = pc.replace_substring_regex(words.cast(pa.large_binary()), _NOT_PRINTABLE, "_")
     clean = pc.binary_slice(clean, 0, most)
-    return pc.if_else(pc.equal(clean, _word("")), _word(otherwise), clean)
+    return pc.if_else(pc.equal(clean, _scalar("")), _scalar(default), clean)
 
 
-def _process(block: Block, name: str) -> Any:  # noqa: ANN401
-    """The process in brackets, after the tag; nothing if it is not known."""
-    if name not in block.schema.names:
-        return _word("")
-    known = block.column(name)
-    ids = _field(block, name, _NIL, _PROC)
-    return pc.if_else(pc.is_null(known), _word(""), join_columns(_word("["), ids, _word("]")))
-
-
-def _message(block: Block, names: SyslogColumnNames) -> Any:  # noqa: ANN401
-    """The text; where there is none, the value as it came."""
+def _get_messages(block: Block, names: SyslogColumnNames) -> Any:  # noqa: ANN401
+    """Return the message of each event; the raw value if it has none."""
     found = [
         block.column(name).cast(pa.large_binary())
         for name in (names.message, "value", "payload")
@@ -252,5 +237,5 @@ def _message(block: Block, names: SyslogColumnNames) -> Any:  # noqa: ANN401
     return to_large_binary(pc.coalesce(*found))
 
 
-def _word(text: str) -> Any:  # noqa: ANN401
+def _scalar(text: str) -> Any:  # noqa: ANN401
     return pa.scalar(text.encode(), pa.large_binary())

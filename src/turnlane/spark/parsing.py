@@ -79,7 +79,7 @@ def parse_json(df: DataFrame, settings: ParseSettings) -> DataFrame:
     read = add_json_data(df)
     picked = {
         name: F.try_variant_get("data", pick.path, pick.kind)
-        for name, pick in settings.picks().items()
+        for name, pick in settings.build_json_columns().items()
     }
     wrong = (
         F.when(F.col("value").isNull(), "there is no value")
@@ -135,7 +135,7 @@ def parse_regex(df: DataFrame, settings: ParseSettings) -> DataFrame:
 
     The pattern may match anywhere in the text; ``^`` and ``$`` pin it.
     """
-    grouped = settings.grouped()
+    grouped = settings.build_grouped_pattern()
     for pattern in (grouped.pattern, _match_whole_text(grouped)):
         _check_pattern(df.sparkSession, pattern)
     text = F.make_valid_utf8(F.col("value").cast("string"))
