@@ -81,7 +81,7 @@ def statuses(answer: dict[str, Any]) -> list[int]:
 # ── the real client ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_client_finds_what_it_takes_for_elasticsearch(url: str) -> None:
+def test_client_accepts_the_input_as_elasticsearch(url: str) -> None:
     with client_of(url) as client:
         assert client.info()["version"]["number"] == "9.0.0"
         assert client.ping()
@@ -98,7 +98,7 @@ def test_helpers_bulk_publishes_documents(url: str, node: Node) -> None:
     assert found[7].source == "127.0.0.1"
 
 
-def test_streaming_bulk_answers_document_by_document(url: str, node: Node) -> None:
+def test_streaming_bulk_answers_each_document(url: str, node: Node) -> None:
     with client_of(url) as client:
         answers = list(helpers.streaming_bulk(client, DOCUMENTS, chunk_size=7))
     assert [ok for ok, _ in answers] == [True] * 50
@@ -113,7 +113,7 @@ def test_parallel_bulk_publishes_every_document_once(url: str, node: Node) -> No
     assert sorted(event.key or "" for event in held(node)) == sorted(map(str, range(50)))
 
 
-def test_single_documents_are_taken_too(url: str, node: Node) -> None:
+def test_single_documents_are_published(url: str, node: Node) -> None:
     with client_of(url) as client:
         made = client.index(index="shop", document={"n": 1})
         assert made["result"] == "created"
@@ -124,7 +124,7 @@ def test_single_documents_are_taken_too(url: str, node: Node) -> None:
     assert [(event.headers or {})["action"] for event in found] == ["index", "index", "create"]
 
 
-def test_an_index_may_be_asked_for_and_made(url: str) -> None:
+def test_index_can_be_looked_up_and_created(url: str) -> None:
     with client_of(url) as client:
         assert not client.indices.exists(index="shop")
         assert client.indices.create(index="shop")["acknowledged"]
@@ -134,7 +134,7 @@ def test_an_index_may_be_asked_for_and_made(url: str) -> None:
         assert client.license.get()["license"]["status"] == "active"
 
 
-def test_what_is_not_there_is_not_pretended(url: str, node: Node) -> None:
+def test_unknown_resource_answers_404(url: str, node: Node) -> None:
     with client_of(url) as client, pytest.raises(ApiError) as refused:
         client.search(index="shop")
     assert refused.value.meta.status in {404, 405}
@@ -165,7 +165,7 @@ def test_every_action_becomes_an_event(url: str, node: Node) -> None:
     assert values(node) == [b'{"n": 1}', b'{"n":   2}', b'{"doc": {"n": 3}}', b""]
 
 
-def test_a_document_that_is_not_json_fails_alone(url: str, node: Node) -> None:
+def test_bulk_document_that_is_not_json_fails_alone(url: str, node: Node) -> None:
     answer = bulk(
         url,
         {"index": {"_index": "a"}}, {"n": 1},
@@ -182,7 +182,7 @@ def test_a_document_that_is_not_json_fails_alone(url: str, node: Node) -> None:
 
 
 @pytest.mark.parametrize("action", ["update", "delete"])
-def test_what_changes_a_document_has_to_name_it(url: str, node: Node, action: str) -> None:
+def test_update_or_delete_without_id_is_refused(url: str, node: Node, action: str) -> None:
     answer = WEB.post(
         f"{url}/shop/_bulk", content=b'{"index": {}}\n{}\n{"%s": {}}\n{}\n' % action.encode()
     )
@@ -191,14 +191,14 @@ def test_what_changes_a_document_has_to_name_it(url: str, node: Node, action: st
     assert held(node) == []
 
 
-def test_an_endless_id_fails_alone(url: str, node: Node) -> None:
+def test_bulk_document_with_too_long_id_fails_alone(url: str, node: Node) -> None:
     lines = [line for key in ("a", "b" * 2**20) for line in ({"index": {"_id": key}}, {"n": 1})]
     answer = bulk(f"{url}/shop", *lines)
     assert statuses(answer) == [201, 400]
     assert [event.key for event in held(node)] == ["a"]
 
 
-def test_a_document_that_can_never_fit_fails_alone(tmp_path: Path) -> None:
+def test_bulk_document_too_large_for_the_queue_fails_alone(tmp_path: Path) -> None:
     with node_of(tmp_path, max_event_bytes="1Ki") as node, serving("elasticsearch", node) as found:
         large = {"_index": "a", "text": "x" * 2000}
         with client_of(f"http://{found.address}") as client:
@@ -208,7 +208,7 @@ def test_a_document_that_can_never_fit_fails_alone(tmp_path: Path) -> None:
         assert [each["index"]["status"] for each in failed] == [413]
 
 
-def test_what_finds_no_room_gets_429_and_the_rest_does_not(tmp_path: Path) -> None:
+def test_full_queue_answers_429_only_for_documents_without_room(tmp_path: Path) -> None:
     knobs: dict[str, Any] = {"timeout": HASTY, "ack": "accepted"}
     with node_of(tmp_path, size=32) as node, serving("elasticsearch", node, **knobs) as found:
         lines = [line for n in range(64) for line in ({"index": {"_id": n}}, {"n": n})]
@@ -222,7 +222,7 @@ def test_what_finds_no_room_gets_429_and_the_rest_does_not(tmp_path: Path) -> No
         assert reason == "es_rejected_execution_exception"
 
 
-def test_the_helpers_own_retry_delivers_what_was_refused_whole(tmp_path: Path) -> None:
+def test_helper_retries_a_refused_request(tmp_path: Path) -> None:
     with (
         node_of(tmp_path, size=60) as node,
         serving("elasticsearch", node, timeout=HASTY) as found,
@@ -237,7 +237,7 @@ def test_the_helpers_own_retry_delivers_what_was_refused_whole(tmp_path: Path) -
         assert {event.key for event in held(node)} == {str(n) for n in range(50)}
 
 
-def test_the_helpers_own_retry_delivers_what_was_refused_item_by_item(tmp_path: Path) -> None:
+def test_helper_retries_refused_items(tmp_path: Path) -> None:
     seen: list[str | None] = []
     with (
         node_of(tmp_path, size=20) as node,
@@ -264,7 +264,7 @@ def test_the_helpers_own_retry_delivers_what_was_refused_item_by_item(tmp_path: 
     assert sorted(seen, key=str) == sorted(map(str, range(50)))
 
 
-def test_a_full_disk_is_told_and_then_goes_on(tmp_path: Path) -> None:
+def test_full_disk_answers_503_until_there_is_space(tmp_path: Path) -> None:
     disk = FaultyDisk()
     with node_of(tmp_path, disk) as node, serving("elasticsearch", node, timeout=HASTY) as found:
         disk.fill()
@@ -299,14 +299,14 @@ def test_a_full_disk_is_told_and_then_goes_on(tmp_path: Path) -> None:
         b'{"index": {"_index": "a"}}\n{}\nnonsense\n{}\n',
     ],
 )
-def test_a_bulk_that_makes_no_sense_is_refused_whole(url: str, node: Node, body: bytes) -> None:
+def test_malformed_bulk_is_refused_whole(url: str, node: Node, body: bytes) -> None:
     answer = WEB.post(f"{url}/_bulk", content=body)
     assert (answer.status_code, answer.json()["status"]) == (400, 400)
     assert answer.headers["x-elastic-product"] == "Elasticsearch"
     assert values(node) == []
 
 
-def test_bombs_and_giants_are_refused(node: Node) -> None:
+def test_oversize_and_compression_bomb_bodies_are_refused(node: Node) -> None:
     with serving("elasticsearch", node, max_decompressed_bytes="1Mi") as found:
         bomb = gzip.compress(bytes(20_000_000))
         url = f"http://{found.address}/_bulk"
@@ -315,12 +315,12 @@ def test_bombs_and_giants_are_refused(node: Node) -> None:
         assert statuses(bulk(f"http://{found.address}/a", {"index": {}}, {"n": 1})) == [201]
 
 
-def test_a_document_that_is_not_json_is_refused(url: str, node: Node) -> None:
+def test_single_document_that_is_not_json_is_refused(url: str, node: Node) -> None:
     assert WEB.put(f"{url}/a/_doc/1", content=b"nonsense").status_code == 400
     assert values(node) == []
 
 
-def test_single_documents_are_told_that_the_queue_is_full(tmp_path: Path) -> None:
+def test_single_document_for_a_full_queue_answers_429(tmp_path: Path) -> None:
     with (
         node_of(tmp_path, size=1, max_event_bytes="1Ki") as node,
         serving("elasticsearch", node, timeout=HASTY) as found,
@@ -347,7 +347,7 @@ def test_single_documents_are_told_that_the_queue_is_full(tmp_path: Path) -> Non
         ({}, 401),
     ],
 )
-def test_a_token_may_be_shown_as_the_client_likes(
+def test_token_is_accepted_in_every_form_of_the_client(
     node: Node, shown: dict[str, Any], status: int
 ) -> None:
     with (
@@ -379,11 +379,11 @@ def test_a_token_may_be_shown_as_the_client_likes(
         ("Digest abc", None),
     ],
 )
-def test_the_secret_is_found_where_it_is(header: str, secret: str | None) -> None:
+def test_secret_is_parsed_from_every_form_of_header(header: str, secret: str | None) -> None:
     assert parse_secret(header) == secret
 
 
-def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:
+def test_tls_settings_enable_https(node: Node, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     with (
         serving("elasticsearch", node, tls=certificates.server_knob()) as found,
@@ -411,7 +411,7 @@ LINE = st.sampled_from([
     body=st.binary(max_size=200) | st.lists(LINE, max_size=8).map(b"\n".join),
     encoding=st.sampled_from(["identity", "identity", "gzip"]),
 )
-def test_any_bulk_gets_a_documented_answer(lasting: str, body: bytes, encoding: str) -> None:
+def test_random_bulk_gets_a_documented_answer(lasting: str, body: bytes, encoding: str) -> None:
     answer = WEB.post(f"{lasting}/x/_bulk", content=body, headers={"content-encoding": encoding})
     assert answer.status_code in {200, 400}
     if answer.status_code == 200:

@@ -26,7 +26,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_an_expired_token_is_refused_over_http(node: Node, kind: str) -> None:
+def test_expired_token_is_refused_over_http(node: Node, kind: str) -> None:
     path, content_type, body = REQUESTS[kind]
 
     def status(secret: str) -> int:
@@ -41,7 +41,7 @@ def test_an_expired_token_is_refused_over_http(node: Node, kind: str) -> None:
     assert len(values(node)) == 1
 
 
-def test_an_expired_token_is_refused_over_grpc(node: Node) -> None:
+def test_expired_token_is_refused_over_grpc(node: Node) -> None:
     method = "/opentelemetry.proto.collector.logs.v1.LogsService/Export"
     with (
         serving("otlp_grpc", node, tokens=TOKENS) as found,

@@ -19,7 +19,7 @@ def lost(count: int, end: int) -> Ack:
     return Ack(0, count, end, AckLevel.PERSISTED, Durability.ALWAYS)
 
 
-def test_a_full_disk_makes_files_wait(tmp_path: Path) -> None:
+def test_full_disk_delays_lines_and_loses_none(tmp_path: Path) -> None:
     log, data, disk = tmp_path / "a.log", tmp_path / "data", FaultyDisk()
     with (
         opened(data, disk, sync_interval=0.01, chunk_size="64Ki") as queue,
@@ -38,7 +38,7 @@ def test_a_full_disk_makes_files_wait(tmp_path: Path) -> None:
         assert running.await_lines(60_011)[-1] == b"next"
 
 
-def test_a_new_file_waits_until_its_name_is_saved(
+def test_new_file_is_not_published_before_its_id_is_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Otherwise a kill could make it a new file again, although the queue has it."""
@@ -58,7 +58,7 @@ def test_a_new_file_waits_until_its_name_is_saved(
     assert caplog.text.count("files.save_failed") == 1
 
 
-def test_a_file_that_cannot_be_read_harms_no_other(
+def test_unreadable_file_does_not_affect_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, good = tmp_path / "bad.log", tmp_path / "good.log"
@@ -75,7 +75,7 @@ def test_a_file_that_cannot_be_read_harms_no_other(
     assert caplog.text.count("files.read_failed") == 1
 
 
-def test_a_name_that_leads_nowhere_harms_no_other(
+def test_symlink_loop_does_not_affect_other_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Such as a link to itself, which cannot even be looked at."""
@@ -87,7 +87,7 @@ def test_a_name_that_leads_nowhere_harms_no_other(
     assert "files.stat_failed" in caplog.text
 
 
-def test_a_file_that_came_and_went_while_the_queue_was_full(tmp_path: Path) -> None:
+def test_file_deleted_while_the_queue_is_full_is_read(tmp_path: Path) -> None:
     data, log = tmp_path / "data", tmp_path / "a.log"
     log.write_bytes(numbered(0, 100))
     taken: list[bytes] = []
@@ -106,7 +106,7 @@ def test_a_file_that_came_and_went_while_the_queue_was_full(tmp_path: Path) -> N
     assert sorted(taken) == sorted([*names(0, 100), b"short"])
 
 
-def test_it_stops_soon_although_the_queue_is_full(tmp_path: Path) -> None:
+def test_stop_with_a_full_queue_returns_soon(tmp_path: Path) -> None:
     data, log = tmp_path / "data", tmp_path / "a.log"
     log.write_bytes(numbered(0, 100))
     with opened(data, size=20) as queue:
@@ -125,7 +125,7 @@ def test_it_stops_soon_although_the_queue_is_full(tmp_path: Path) -> None:
     assert taken == names(0, 100), f"the first {before} were there before"
 
 
-def test_a_queue_that_is_closed_ends_the_input(tmp_path: Path) -> None:
+def test_closed_queue_ends_the_input(tmp_path: Path) -> None:
     data, log = tmp_path / "data", tmp_path / "a.log"
     log.write_bytes(b"one\n")
     with opened(data) as queue, following(data, log, queue=queue) as running:
@@ -139,7 +139,7 @@ def test_a_queue_that_is_closed_ends_the_input(tmp_path: Path) -> None:
         assert running.await_lines(2) == [b"one", b"two"]
 
 
-def test_an_error_nobody_thought_of_is_logged_and_survived(
+def test_unexpected_error_is_logged_and_reading_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "a.log"
@@ -153,7 +153,7 @@ def test_an_error_nobody_thought_of_is_logged_and_survived(
         assert running.await_lines(2) == [b"one", b"two"]
 
 
-def test_lines_that_the_queue_lost_are_read_again(tmp_path: Path) -> None:
+def test_lines_lost_by_the_queue_are_read_again(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(numbered(0, 10))
     with following(tmp_path / "data", log) as running:
@@ -170,7 +170,7 @@ def test_lines_that_the_queue_lost_are_read_again(tmp_path: Path) -> None:
         assert running.await_lines(20) == names(0, 15) + names(10, 15)
 
 
-def test_a_loss_holds_the_position_back() -> None:
+def test_loss_stops_the_acked_position() -> None:
     progress = AckProgress()
     mark = progress.before
     progress.add_published(10, 100, mark)

@@ -104,7 +104,9 @@ def run(loop: Loop, writer: Writer, kills: int) -> None:
             loop.life()
 
 
-def test_every_line_exactly_once_and_in_order(tmp_path: Path, nursery: ForkServerContext) -> None:
+def test_killed_reader_publishes_every_line_exactly_once_in_order(
+    tmp_path: Path, nursery: ForkServerContext
+) -> None:
     logs, data, chance = tmp_path / "logs", tmp_path / "data", random.Random(SEED)
     logs.mkdir()
     data.mkdir()
@@ -132,7 +134,7 @@ def in_order(logs: Path, lines: list[bytes]) -> Iterator[bool]:
         yield places == sorted(places)
 
 
-def test_a_disk_assisted_queue_gets_every_line_at_least_once(
+def test_disk_assisted_queue_gets_every_line_at_least_once(
     tmp_path: Path, nursery: ForkServerContext
 ) -> None:
     logs, data, chance = tmp_path / "logs", tmp_path / "data", random.Random(SEED)

@@ -56,7 +56,9 @@ def _split(data: bytes) -> list[bytes]:
     st.integers(1, 12),
     st.booleans(),
 )
-def test_all_at_once_is_cut_as_line_by_line(data: bytes, longest: int, whole: bool) -> None:
+def test_vectorised_split_equals_a_split_line_by_line(
+    data: bytes, longest: int, whole: bool
+) -> None:
     expected, used = plainly_cut(data, longest, whole=whole)
     lines = split_lines(data, longest, whole=whole)
     if lines is None:
@@ -68,11 +70,11 @@ def test_all_at_once_is_cut_as_line_by_line(data: bytes, longest: int, whole: bo
         lines.values.validate(full=True)
 
 
-def test_it_is_found_by_its_type() -> None:
+def test_type_files_loads_the_input() -> None:
     assert load("files") is FilesInput
 
 
-def test_lines_come_in_order_with_their_source(tmp_path: Path) -> None:
+def test_lines_are_published_in_order_with_their_source(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(numbered(0, 1000))
     with following(tmp_path / "data", tmp_path / "*.log") as running:
@@ -84,7 +86,7 @@ def test_lines_come_in_order_with_their_source(tmp_path: Path) -> None:
         assert running.input.counters.bytes == log.stat().st_size
 
 
-def test_the_timestamp_is_the_arrival_and_the_offset_the_place(tmp_path: Path) -> None:
+def test_events_have_arrival_time_and_file_offset(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"a\nbcd\r\n\ne\n")
     with following(tmp_path / "data", log, offsets=True) as running:
@@ -95,7 +97,7 @@ def test_the_timestamp_is_the_arrival_and_the_offset_the_place(tmp_path: Path) -
         assert found[1].column("timestamp").null_count == 0
 
 
-def test_a_partial_line_waits_for_its_newline(tmp_path: Path) -> None:
+def test_partial_line_waits_for_its_newline(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"one\ntw")
     with following(tmp_path / "data", log) as running:
@@ -107,7 +109,7 @@ def test_a_partial_line_waits_for_its_newline(tmp_path: Path) -> None:
         assert running.await_lines(2) == [b"one", b"two, and more"]
 
 
-def test_a_partial_line_is_taken_after_its_time(tmp_path: Path) -> None:
+def test_partial_line_is_published_after_partial_timeout(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"one\ntw")
     with following(tmp_path / "data", log, partial_timeout=0.1) as running:
@@ -119,7 +121,7 @@ def test_a_partial_line_is_taken_after_its_time(tmp_path: Path) -> None:
         assert running.input.counters.truncated == 0
 
 
-def test_a_file_that_is_one_partial_line_is_taken_after_its_time(tmp_path: Path) -> None:
+def test_file_of_one_partial_line_is_published_after_partial_timeout(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"only")
     with following(tmp_path / "data", log, partial_timeout=0.1) as running:
@@ -137,14 +139,14 @@ def test_long_lines_are_split_and_counted(tmp_path: Path) -> None:
         eventually(lambda: running.input.counters.split == 3)
 
 
-def test_a_line_longer_than_the_read_buffer_is_whole(tmp_path: Path) -> None:
+def test_line_longer_than_the_read_buffer_is_published_whole(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"x" * 5000 + b"\n" + numbered(0, 50))
     with following(tmp_path / "data", log, read_buffer=64) as running:
         assert running.await_lines(51) == [b"x" * 5000, *names(0, 50)]
 
 
-def test_lines_larger_than_the_queue_takes_are_split_to_fit(tmp_path: Path) -> None:
+def test_lines_larger_than_the_event_limit_are_split(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"x" * 10_000 + b"\n")
     data = tmp_path / "data"
@@ -153,7 +155,7 @@ def test_lines_larger_than_the_queue_takes_are_split_to_fit(tmp_path: Path) -> N
         assert b"".join(running.lines()) == b"x" * 10_000
 
 
-def test_blocks_larger_than_the_queue_go_in_as_there_is_room(tmp_path: Path) -> None:
+def test_blocks_larger_than_the_queue_enter_in_parts(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(numbered(0, 5000))
     data = tmp_path / "data"
@@ -165,7 +167,7 @@ def test_blocks_larger_than_the_queue_go_in_as_there_is_room(tmp_path: Path) -> 
     assert taken == names(0, 5000)
 
 
-def test_folders_at_any_depth_and_what_is_left_out(tmp_path: Path) -> None:
+def test_globs_match_nested_folders_except_excluded_files(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     for name in ("a.log", "x/b.log", "x/y/c.log", "x/debug.log", "old/d.log", "e.txt"):
         (logs / name).parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +181,7 @@ def test_folders_at_any_depth_and_what_is_left_out(tmp_path: Path) -> None:
     assert sorted(lines) == [b"a.log", b"new/f.log", b"x/b.log", b"x/y/c.log"]
 
 
-def test_globs_that_match_nothing_wait(tmp_path: Path) -> None:
+def test_globs_without_a_match_wait_for_files(tmp_path: Path) -> None:
     later = tmp_path / "nowhere" / "a.log"
     with following(tmp_path / "data", later) as running:
         running.await_rounds()
@@ -189,7 +191,7 @@ def test_globs_that_match_nothing_wait(tmp_path: Path) -> None:
         assert running.await_lines(1) == [b"here"]
 
 
-def test_compressed_files_are_left_out_with_a_warning(
+def test_compressed_files_are_ignored_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "a.log.1.gz").write_bytes(gzip.compress(b"no\n"))
@@ -200,7 +202,7 @@ def test_compressed_files_are_left_out_with_a_warning(
     assert caplog.text.count("files.compressed_ignored") == 1
 
 
-def test_two_names_of_one_file_are_one_file(tmp_path: Path) -> None:
+def test_file_with_two_names_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_bytes(b"once\n")
     (tmp_path / "b.log").symlink_to(tmp_path / "a.log")
     (tmp_path / "c.log").hardlink_to(tmp_path / "a.log")
@@ -213,7 +215,7 @@ def test_two_names_of_one_file_are_one_file(tmp_path: Path) -> None:
         assert running.rows() == [(str(tmp_path / "a.log"), b"once")]
 
 
-def test_a_symlink_that_is_switched_leads_to_the_new_file(tmp_path: Path) -> None:
+def test_switched_symlink_leads_to_the_new_file(tmp_path: Path) -> None:
     link = tmp_path / "current.log"
     for name in ("one", "two"):
         (tmp_path / name).write_bytes(name.encode() + b"\n")
@@ -228,7 +230,7 @@ def test_a_symlink_that_is_switched_leads_to_the_new_file(tmp_path: Path) -> Non
         assert running.await_lines(3) == [b"one", b"two", b"three"]
 
 
-def test_at_the_end_only_new_lines_of_old_files_and_all_of_new_ones(tmp_path: Path) -> None:
+def test_start_at_end_skips_only_old_lines_of_old_files(tmp_path: Path) -> None:
     old, new = tmp_path / "old.log", tmp_path / "new.log"
     old.write_bytes(numbered(0, 10))
     for start, expected in ((10, 2), (11, 4)):  # the second start is not the first
@@ -242,7 +244,7 @@ def test_at_the_end_only_new_lines_of_old_files_and_all_of_new_ones(tmp_path: Pa
     assert sorted(lines) == [b"line 10", b"line 11", b"new", b"new", b"newer"]
 
 
-def test_old_files_are_left_until_they_change(tmp_path: Path) -> None:
+def test_files_older_than_ignore_older_are_ignored_until_they_change(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"old\n")
     os.utime(log, (0, 0))
@@ -253,7 +255,7 @@ def test_old_files_are_left_until_they_change(tmp_path: Path) -> None:
         assert running.await_lines(2) == [b"old", b"new"]
 
 
-def test_names_that_are_no_text_are_readable(tmp_path: Path) -> None:
+def test_path_that_is_not_utf8_becomes_a_readable_source(tmp_path: Path) -> None:
     with (tmp_path / os.fsdecode(b"caf\xe9.log")).open("wb") as file:
         file.write(b"hello\n")
     for _ in range(2):
@@ -272,7 +274,9 @@ def test_idle_files_are_closed_and_still_followed(tmp_path: Path) -> None:
         assert running.await_lines(2) == [b"one", b"two"]
 
 
-def test_two_thousand_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_files_than_the_open_limit_are_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         files_input, "_compute_max_open_files", lambda: 100
     )  # far fewer than there are
@@ -291,14 +295,14 @@ def test_two_thousand_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert running.await_lines(2201)[-1] == b"third"
 
 
-def test_settings_say_what_is_wrong() -> None:
+def test_wrong_settings_are_refused() -> None:
     assert settings("a.log").paths == (str(Path("a.log").absolute()),)
     for wrong in ({"paths": ()}, {"paths": ("",)}, {"scan_interval": 0}, {"max_line_bytes": 0}):
         with pytest.raises(ValidationError):
             settings("x", **wrong)
 
 
-def test_a_queue_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
+def test_missing_queue_is_reported_at_the_start(tmp_path: Path) -> None:
     class Nobody:
         data = tmp_path
 

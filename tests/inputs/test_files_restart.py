@@ -36,7 +36,7 @@ def rewrite(data: Path, change: Callable[[dict[str, Any]], None]) -> None:
     saved(data).write_text(json.dumps(content))
 
 
-def test_a_stopped_input_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_restarted_input_continues_at_its_position(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     for start in range(0, 50, 10):
         append(log, numbered(start, start + 10))
@@ -71,7 +71,7 @@ def senseless(data: Path) -> None:
 
 @pytest.mark.parametrize("harm", [behind, missing, garbage, of_another_version, senseless])
 @pytest.mark.parametrize("start_at", ["beginning", "end"])
-def test_the_queue_knows_where_to_go_on(
+def test_damaged_positions_file_is_replaced_by_the_queue(
     tmp_path: Path, harm: Callable[[Path], None], start_at: str
 ) -> None:
     log, data = tmp_path / "a.log", tmp_path / "data"
@@ -89,7 +89,7 @@ def test_the_queue_knows_where_to_go_on(
     assert kept == (harm in {garbage, of_another_version, senseless})
 
 
-def test_without_positions_a_file_read_in_several_generations_goes_on(tmp_path: Path) -> None:
+def test_lost_positions_of_a_truncated_file_come_from_the_queue(tmp_path: Path) -> None:
     log, data = tmp_path / "a.log", tmp_path / "data"
     with following(data, log) as running:
         for generation in range(1, 4):
@@ -105,7 +105,7 @@ def test_without_positions_a_file_read_in_several_generations_goes_on(tmp_path: 
         assert running.await_lines(count + 1)[-1] == b"next"
 
 
-def test_renamed_while_nobody_looked(tmp_path: Path) -> None:
+def test_file_renamed_between_two_runs_is_read_to_its_end(tmp_path: Path) -> None:
     """The rest of the old file is found under its new name, although that was not asked for."""
     log, data = tmp_path / "a.log", tmp_path / "data"
     log.write_bytes(numbered(0, 10))
@@ -124,7 +124,9 @@ def test_renamed_while_nobody_looked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("refill", [numbered(500, 505), numbered(500, 1000)])
-def test_truncated_while_nobody_looked(tmp_path: Path, refill: bytes) -> None:
+def test_file_truncated_between_two_runs_is_read_from_its_start(
+    tmp_path: Path, refill: bytes
+) -> None:
     log, data = tmp_path / "a.log", tmp_path / "data"
     log.write_bytes(b"head\n" + numbered(0, 100))
     with following(data, log) as running:
@@ -135,7 +137,7 @@ def test_truncated_while_nobody_looked(tmp_path: Path, refill: bytes) -> None:
         assert lines[101:] == [b"head", *refill.splitlines()]
 
 
-def test_an_inode_used_again_by_a_file_nobody_asked_for(tmp_path: Path) -> None:
+def test_reused_inode_under_another_name_is_not_read(tmp_path: Path) -> None:
     """Only the content tells that what is there under another name is not the old file."""
     log, data = tmp_path / "a.log", tmp_path / "data"
     log.write_bytes(numbered(0, 100))
@@ -150,7 +152,7 @@ def test_an_inode_used_again_by_a_file_nobody_asked_for(tmp_path: Path) -> None:
         assert running.queue.end == 100
 
 
-def test_a_device_with_another_number_is_the_same_device(tmp_path: Path) -> None:
+def test_changed_device_number_keeps_the_positions(tmp_path: Path) -> None:
     log, data = tmp_path / "a.log", tmp_path / "data"
     log.write_bytes(numbered(0, 10))
     with following(data, log) as running:
@@ -166,7 +168,7 @@ def test_a_device_with_another_number_is_the_same_device(tmp_path: Path) -> None
             assert running.await_lines(20) == names(0, 20)
 
 
-def test_a_partial_line_taken_before_the_restart_is_not_read_again(tmp_path: Path) -> None:
+def test_partial_line_published_before_a_restart_is_not_repeated(tmp_path: Path) -> None:
     log, data = tmp_path / "a.log", tmp_path / "data"
     log.write_bytes(b"one\ntwo")
     with following(data, log, partial_timeout=0.05) as running:
@@ -176,7 +178,7 @@ def test_a_partial_line_taken_before_the_restart_is_not_read_again(tmp_path: Pat
         assert running.await_lines(3) == [b"one", b"two", b"three"]
 
 
-def test_files_that_are_gone_are_forgotten_in_the_end(tmp_path: Path) -> None:
+def test_deleted_files_are_forgotten_after_forget_after(tmp_path: Path) -> None:
     data = tmp_path / "data"
     for number in range(3):
         (tmp_path / f"{number}.log").write_bytes(b"x%d\n" % number)
@@ -190,7 +192,7 @@ def test_files_that_are_gone_are_forgotten_in_the_end(tmp_path: Path) -> None:
     assert paths == {"1.log", "2.log", "new.log"}
 
 
-def test_more_files_than_the_queue_remembers(
+def test_more_files_than_producers_of_the_queue_are_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the queue forgets how far a file has come, the positions file knows it."""
@@ -221,7 +223,7 @@ def test_more_files_than_the_queue_remembers(
             assert queue.end == 100
 
 
-def test_a_memory_queue_gets_again_what_was_not_delivered(tmp_path: Path) -> None:
+def test_memory_queue_gets_undelivered_lines_again(tmp_path: Path) -> None:
     log, data = tmp_path / "a.log", tmp_path / "data"
     log.write_bytes(numbered(0, 100))
     with (
@@ -243,7 +245,7 @@ def test_a_memory_queue_gets_again_what_was_not_delivered(tmp_path: Path) -> Non
     assert lines == names(first, 100)
 
 
-def test_a_memory_queue_told_accepted_gets_nothing_again(tmp_path: Path) -> None:
+def test_memory_queue_with_ack_accepted_gets_no_line_again(tmp_path: Path) -> None:
     log, data = tmp_path / "a.log", tmp_path / "data"
     log.write_bytes(numbered(0, 100))
     with (
@@ -261,7 +263,7 @@ def test_a_memory_queue_told_accepted_gets_nothing_again(tmp_path: Path) -> None
         assert running.await_lines(1) == [b"next"]
 
 
-def test_positions_that_cannot_be_read_are_said_at_the_start(tmp_path: Path) -> None:
+def test_unreadable_positions_are_reported_at_the_start(tmp_path: Path) -> None:
     data = tmp_path / "data"
     saved(data).mkdir(parents=True)
 
@@ -276,7 +278,7 @@ def test_positions_that_cannot_be_read_are_said_at_the_start(tmp_path: Path) -> 
         FilesInput(settings("x"), Nowhere()).start()
 
 
-def test_inputs_whose_names_look_alike_keep_their_own_positions(tmp_path: Path) -> None:
+def test_inputs_with_similar_names_have_separate_positions(tmp_path: Path) -> None:
     labels = ["web/x", "web_x", "web%2Fx"]
     logs = [tmp_path / f"{number}.log" for number in range(3)]
     for log in logs:

@@ -28,7 +28,7 @@ for start in range(0, lines, each):
 """
 
 
-def test_a_writer_at_full_speed_that_renames(tmp_path: Path) -> None:
+def test_fast_writer_with_renames_loses_no_line(tmp_path: Path) -> None:
     """Faster than anybody scans; the old names match the glob, so nothing is missed."""
     logs, total, each = tmp_path / "logs", 100_000, 2_000
     logs.mkdir()
@@ -42,7 +42,7 @@ def test_a_writer_at_full_speed_that_renames(tmp_path: Path) -> None:
     assert sorted(numbers, key=lambda number: number // each) == list(range(total))
 
 
-def test_a_file_renamed_out_of_sight_at_full_speed(tmp_path: Path) -> None:
+def test_open_file_renamed_beyond_the_globs_is_read_to_its_end(tmp_path: Path) -> None:
     """Once seen it is read to its end, though no path leads to it any more."""
     log, total = tmp_path / "app.log", 0
     with following(tmp_path / "data", log) as running:
@@ -62,7 +62,7 @@ def held(running: FilesInput) -> set[int]:
     return {reader.key.inode for reader in list(running._open)}
 
 
-def test_the_rest_of_a_renamed_file_is_read_before_it_is_let_go(tmp_path: Path) -> None:
+def test_renamed_file_is_read_until_rotate_wait_is_over(tmp_path: Path) -> None:
     log, old = tmp_path / "a.log", tmp_path / "a.old"
     log.write_bytes(numbered(0, 10))
     with following(tmp_path / "data", log, rotate_wait=0.3) as running:
@@ -79,7 +79,7 @@ def test_the_rest_of_a_renamed_file_is_read_before_it_is_let_go(tmp_path: Path) 
         eventually(lambda: len(running.input._tracker.readers) == 1)
 
 
-def test_a_deleted_file_is_read_to_its_end_and_closed(tmp_path: Path) -> None:
+def test_deleted_file_is_read_to_its_end_and_closed(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     with log.open("ab", buffering=0) as writer:
         writer.write(b"one\n")
@@ -93,7 +93,7 @@ def test_a_deleted_file_is_read_to_its_end_and_closed(tmp_path: Path) -> None:
             assert running.await_lines(4)[-1] == b"four"
 
 
-def test_a_truncated_file_is_read_from_its_start(tmp_path: Path) -> None:
+def test_truncated_file_is_read_from_its_start(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(numbered(0, 100))
     with following(tmp_path / "data", log) as running:
@@ -105,7 +105,7 @@ def test_a_truncated_file_is_read_from_its_start(tmp_path: Path) -> None:
         assert running.input.counters.truncated == 1
 
 
-def test_copied_truncated_and_refilled_beyond_the_old_end(tmp_path: Path) -> None:
+def test_refilled_file_longer_than_before_is_read_from_its_start(tmp_path: Path) -> None:
     """Between two looks the file has become longer than it was: only its content tells."""
     log = tmp_path / "a.log"
     log.write_bytes(b"same first line\n" + numbered(0, 100))
@@ -124,7 +124,7 @@ def test_copied_truncated_and_refilled_beyond_the_old_end(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["at once", "after it was seen"])
-def test_a_writer_that_goes_on_where_it_was_after_a_truncation(
+def test_writer_without_append_after_truncation_adds_no_line_of_zeros(
     tmp_path: Path, *, seen: bool
 ) -> None:
     """After a truncation, without O_APPEND: the zeros in the hole are no line."""
@@ -142,7 +142,7 @@ def test_a_writer_that_goes_on_where_it_was_after_a_truncation(
 
 
 @pytest.mark.parametrize("hole", [8192, 8199, 65_536])
-def test_a_hole_may_end_anywhere(tmp_path: Path, hole: int) -> None:
+def test_hole_of_any_length_is_skipped(tmp_path: Path, hole: int) -> None:
     """Also where a page does, so that there are no zeros that were really written."""
     log = tmp_path / "a.log"
     with log.open("wb", buffering=0) as writer:
@@ -154,7 +154,7 @@ def test_a_hole_may_end_anywhere(tmp_path: Path, hole: int) -> None:
             assert running.await_lines(11)[1:] == names(0, 10)
 
 
-def test_copy_truncate_at_full_speed_keeps_order_and_reads_nothing_twice(tmp_path: Path) -> None:
+def test_fast_copytruncate_keeps_order_and_repeats_no_line(tmp_path: Path) -> None:
     """What is written between copy and truncation is lost by the rotation, not by the reader."""
     log = tmp_path / "a.log"
     with (
@@ -173,7 +173,7 @@ def test_copy_truncate_at_full_speed_keeps_order_and_reads_nothing_twice(tmp_pat
         eventually(lambda: running.input.counters.truncated > 0)
 
 
-def test_an_inode_that_is_used_again_is_another_file(tmp_path: Path) -> None:
+def test_reused_inode_is_read_as_another_file(tmp_path: Path) -> None:
     """The same inode, a longer file, even the same first line: the content before tells."""
     log = tmp_path / "a.log"
     log.write_bytes(b"head\n" + numbered(0, 50))
@@ -191,7 +191,7 @@ def replaced_in_place(path: Path, data: bytes) -> None:
         file.truncate()
 
 
-def test_a_folder_that_goes_and_comes_back(tmp_path: Path) -> None:
+def test_folder_that_disappears_and_returns_is_followed(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "a.log").write_bytes(b"one\n")

@@ -108,7 +108,7 @@ def http(node: Node, _place: Path, **flow: Any) -> Iterator[Send]:
 @pytest.mark.parametrize("depth", [LIGHT_MARK, FULL_MARK])
 @pytest.mark.parametrize("flow", FlowControl)
 @pytest.mark.parametrize("way", [syslog, unix, stdin, files, http])
-def test_an_input_waits_from_its_own_mark_on(
+def test_input_waits_at_the_mark_of_its_flow_control(
     node: Node, tmp_path: Path, way: Any, flow: FlowControl, depth: int
 ) -> None:
     queue = node.queue("main")
@@ -130,12 +130,12 @@ def test_an_input_waits_from_its_own_mark_on(
         ("http", "none"), ("otlp", "none"), ("otlp_grpc", "none"), ("elasticsearch", "none"),
     ],
 )  # fmt: skip
-def test_who_cannot_wait_does_not_and_who_can_does(kind: str, flow: str) -> None:
+def test_default_flow_control_depends_on_the_input(kind: str, flow: str) -> None:
     fields = api.load(kind).settings_type.model_fields
     assert fields["flow"].default == flow
 
 
-def test_datagrams_never_wait(node: Node) -> None:
+def test_udp_input_never_waits(node: Node) -> None:
     """Whatever the other ways into the same input do."""
     queue = node.queue("main")
     with started(SyslogInput(settings("syslog", udp=ANYWHERE, flow="full"), node)) as source:
@@ -145,7 +145,7 @@ def test_datagrams_never_wait(node: Node) -> None:
         assert (source.counters.events, source.counters.dropped) == (1, 1)
 
 
-def test_a_patient_input_waits_longer_than_any_light_delay(node: Node, tmp_path: Path) -> None:
+def test_full_flow_control_waits_longer_than_light(node: Node, tmp_path: Path) -> None:
     """A light one comes in at last, up to the bound; a full one stays out until there is room."""
     queue = node.queue("main")
     publish_all(queue.producer(), [b"before"] * FULL_MARK)
@@ -159,7 +159,7 @@ def test_a_patient_input_waits_longer_than_any_light_delay(node: Node, tmp_path:
 
 
 @pytest.mark.parametrize("ack", ["accepted", "persisted"])
-def test_what_is_in_a_full_queue_counts_as_taken_only_at_its_level(node: Node, ack: str) -> None:
+def test_events_of_a_full_queue_count_as_accepted_at_their_ack_level(node: Node, ack: str) -> None:
     """A sender that is told that events were taken never sends them again."""
     given = settings("elasticsearch", ack=ack, listen=ANYWHERE, timeout="200ms")
     publisher = RequestPublisher(node, given)

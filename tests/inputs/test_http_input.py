@@ -73,7 +73,7 @@ def post(url: str, body: bytes, kind: str | None = None, **headers: str) -> http
         ("application/cloudevents-batch+json", b'["x"]', [b'"x"']),
     ],
 )
-def test_a_body_is_cut_as_its_content_type_says(
+def test_body_is_split_by_its_content_type(
     url: str, node: Node, kind: str | None, body: bytes, events: list[bytes]
 ) -> None:
     answer = post(url, body, kind)
@@ -85,7 +85,7 @@ def test_a_body_is_cut_as_its_content_type_says(
     ("split", "events"),
     [("none", [b"[1,\n2]"]), ("lines", [b"[1,", b"2]"]), ("json", [b"1", b"2"])],
 )
-def test_the_split_setting_overrules_the_content_type(
+def test_split_setting_overrules_the_content_type(
     node: Node, split: str, events: list[bytes]
 ) -> None:
     with serving("http", node, split=split) as found:
@@ -93,7 +93,7 @@ def test_the_split_setting_overrules_the_content_type(
     assert values(node) == events
 
 
-def test_paths_lead_to_queues_and_others_to_the_default(url: str, node: Node) -> None:
+def test_routes_choose_the_queue_by_path(url: str, node: Node) -> None:
     for path in ("/orders/new", "/orders", "/", "/a/b%20c"):
         post(url + path, b"x").raise_for_status()
     paths = [(event.headers or {})["path"] for event in held(node)]
@@ -101,7 +101,7 @@ def test_paths_lead_to_queues_and_others_to_the_default(url: str, node: Node) ->
     assert [event.headers for event in held(node, "orders")] == [{"path": "/orders/new"}]
 
 
-def test_an_event_keeps_key_listed_headers_and_sender(node: Node) -> None:
+def test_event_has_key_listed_headers_and_source(node: Node) -> None:
     knobs: dict[str, Any] = {
         "keep_headers": ["X-Tenant", "X-Absent"], "key_header": "x-key", "key_query": "key",
     }  # fmt: skip
@@ -115,7 +115,7 @@ def test_an_event_keeps_key_listed_headers_and_sender(node: Node) -> None:
     assert first.source == "127.0.0.1"
 
 
-def test_the_answer_can_do_without_a_body(node: Node) -> None:
+def test_status_204_answers_without_a_body(node: Node) -> None:
     with serving("http", node, status=204) as found:
         answer = WEB.put(f"http://{found.address}/x", content=b"x")
     assert (answer.status_code, answer.content) == (204, b"")
@@ -123,13 +123,13 @@ def test_the_answer_can_do_without_a_body(node: Node) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_compressed_bodies_are_unpacked(url: str, node: Node, encoding: str) -> None:
+def test_compressed_bodies_are_decompressed(url: str, node: Node, encoding: str) -> None:
     packed = gzip.compress(b"a\nb\n") if encoding == "gzip" else zlib.compress(b"a\nb\n")
     post(url, packed, "text/plain", content_encoding=encoding).raise_for_status()
     assert values(node) == [b"a", b"b"]
 
 
-def test_curl_is_enough(url: str, node: Node) -> None:
+def test_curl_can_post_events(url: str, node: Node) -> None:
     command = ["curl", "-sS", "--fail", "-H", "content-type: application/json"]
     done = subprocess.run(
         [*command, "--data-binary", '[{"id": 1}, {"id": 2}]', f"{url}/orders/web"],
@@ -150,7 +150,7 @@ def test_curl_is_enough(url: str, node: Node) -> None:
         ("image/png", Split.NONE),
     ],
 )
-def test_content_types_are_read_with_care(kind: str, split: Split) -> None:
+def test_content_type_is_parsed_without_case_and_parameters(kind: str, split: Split) -> None:
     assert choose_split(kind) is split
 
 
@@ -174,14 +174,14 @@ def test_other_methods_are_refused(url: str) -> None:
         (b"x", {"content_encoding": "br"}, 415),
     ],
 )
-def test_a_body_that_makes_no_sense_is_refused(
+def test_malformed_body_is_refused(
     url: str, node: Node, body: bytes, headers: dict[str, str], status: int
 ) -> None:
     assert post(url, body, **headers).status_code == status
     assert values(node) == []
 
 
-def test_a_long_key_is_not_written_for_ever_so_many_events(node: Node) -> None:
+def test_long_key_repeated_for_many_events_is_refused(node: Node) -> None:
     with serving("http", node, key_header="x-key") as found:
         url = f"http://{found.address}"
         answer = post(url, b"a\n" * 10_000, "text/plain", x_key="k" * 50_000)
@@ -190,7 +190,7 @@ def test_a_long_key_is_not_written_for_ever_so_many_events(node: Node) -> None:
         assert post(url, b"a\n" * 100, "text/plain", x_key="k" * 50_000).status_code == 200
 
 
-def test_bombs_and_giants_are_refused(node: Node) -> None:
+def test_oversize_and_compression_bomb_bodies_are_refused(node: Node) -> None:
     bomb = gzip.compress(bytes(50_000_000))
     with serving("http", node, max_request_bytes="100Ki", max_decompressed_bytes="1Mi") as found:
         url = f"http://{found.address}/"
@@ -201,7 +201,7 @@ def test_bombs_and_giants_are_refused(node: Node) -> None:
     assert values(node) == [b"still there"]
 
 
-def test_an_event_that_can_never_fit_refuses_its_request_whole(tmp_path: Path) -> None:
+def test_event_too_large_for_the_queue_refuses_the_whole_request(tmp_path: Path) -> None:
     with node_of(tmp_path, max_event_bytes="1Ki") as node, serving("http", node) as found:
         url = f"http://{found.address}/"
         answer = post(url, b"small\n" + b"x" * 2000 + b"\n", "text/plain")
@@ -210,7 +210,7 @@ def test_an_event_that_can_never_fit_refuses_its_request_whole(tmp_path: Path) -
         assert values(node) == []
 
 
-def test_only_tokens_with_the_right_get_in(node: Node) -> None:
+def test_only_tokens_with_the_publish_right_are_accepted(node: Node) -> None:
     with serving("http", node, tokens=TOKENS, routes={"/orders": "orders"}) as found:
         url = f"http://{found.address}"
         right, wrong = f"Bearer {SECRET}", "Bearer guess"
@@ -223,12 +223,12 @@ def test_only_tokens_with_the_right_get_in(node: Node) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::ffff:127.0.0.1"])
-def test_a_sender_is_the_same_whichever_socket_it_comes_to(host: str) -> None:
+def test_source_is_the_same_on_ipv4_and_ipv6_sockets(host: str) -> None:
     """One for all addresses shows those of IPv4 in a form of its own."""
     assert get_source(Request({"type": "http", "client": (host, 51200)})) == "127.0.0.1"
 
 
-def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:
+def test_tls_settings_enable_https(node: Node, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     trusting = certificates.client_context()
     with serving("http", node, tls=certificates.server_knob()) as found:
@@ -247,14 +247,14 @@ def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:
         ({"listen": "0.0.0.0:0"}, "tls and tokens"),
     ],
 )
-def test_what_cannot_be_served_is_said_at_the_start(
+def test_wrong_settings_are_reported_at_the_start(
     node: Node, knobs: dict[str, Any], named: str
 ) -> None:
     with made("http", node, **knobs) as found, pytest.raises(ConfigError, match=named):
         found.start()
 
 
-def test_a_port_in_use_is_said_at_the_start(node: Node) -> None:
+def test_port_in_use_is_reported_at_the_start(node: Node) -> None:
     with (
         serving("http", node) as first,
         made("http", node, listen=first.address) as second,
@@ -263,7 +263,7 @@ def test_a_port_in_use_is_said_at_the_start(node: Node) -> None:
         second.start()
 
 
-def test_a_route_that_matches_nothing_is_a_mistake(node: Node) -> None:
+def test_route_that_matches_no_path_is_refused(node: Node) -> None:
     with pytest.raises(ValueError, match="matches no path"):
         made("http", node, routes={"orders/*": "orders"})
 
@@ -271,7 +271,7 @@ def test_a_route_that_matches_nothing_is_a_mistake(node: Node) -> None:
 # ── pressure and faults ─────────────────────────────────────────────────────────────────────────
 
 
-def test_a_full_queue_is_told_and_then_goes_on(tmp_path: Path) -> None:
+def test_full_queue_answers_429_until_there_is_room(tmp_path: Path) -> None:
     with node_of(tmp_path, size=10) as node, serving("http", node, timeout=HASTY) as found:
         url = f"http://{found.address}/"
         fill(node, 10)
@@ -285,7 +285,7 @@ def test_a_full_queue_is_told_and_then_goes_on(tmp_path: Path) -> None:
         assert found.counters.events == 1
 
 
-def test_a_full_disk_is_told_and_then_goes_on(tmp_path: Path) -> None:
+def test_full_disk_answers_503_until_there_is_space(tmp_path: Path) -> None:
     disk = FaultyDisk()
     with node_of(tmp_path, disk) as node, serving("http", node, timeout=HASTY) as found:
         url = f"http://{found.address}/"
@@ -300,7 +300,7 @@ def test_a_full_disk_is_told_and_then_goes_on(tmp_path: Path) -> None:
         assert values(node)[-1] == b"after"
 
 
-def test_nobody_is_told_of_success_before_it_is_on_the_disk(tmp_path: Path) -> None:
+def test_answer_waits_until_events_are_on_disk(tmp_path: Path) -> None:
     disk = FaultyDisk()
     with node_of(tmp_path, disk) as node, serving("http", node, timeout=HASTY) as found:
         disk.fail("sync", times=None)
@@ -311,14 +311,14 @@ def test_nobody_is_told_of_success_before_it_is_on_the_disk(tmp_path: Path) -> N
         assert b"y" in values(node)
 
 
-def test_a_closing_node_asks_to_come_back(node: Node) -> None:
+def test_closing_node_answers_503(node: Node) -> None:
     with serving("http", node) as found:
         node.queue("main").close()
         answer = post(f"http://{found.address}/", b"x")
     assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
 
 
-def test_a_crowd_before_a_full_queue_is_answered_in_time(tmp_path: Path) -> None:
+def test_many_requests_for_a_full_queue_are_answered_in_time(tmp_path: Path) -> None:
     with node_of(tmp_path, size=1) as node, serving("http", node, timeout="300ms") as found:
         fill(node, 1)
         url = f"http://{found.address}/"
@@ -331,7 +331,7 @@ def test_a_crowd_before_a_full_queue_is_answered_in_time(tmp_path: Path) -> None
         wait_until(lambda: post(url, b"x").status_code == 200, "recovery")
 
 
-def test_a_crowd_before_a_full_queue_holds_up_no_other(tmp_path: Path) -> None:
+def test_many_requests_for_a_full_queue_do_not_delay_another_queue(tmp_path: Path) -> None:
     routes = {"/orders/*": "orders"}
     with (
         node_of(tmp_path, size=1) as node,
@@ -348,7 +348,7 @@ def test_a_crowd_before_a_full_queue_holds_up_no_other(tmp_path: Path) -> None:
         assert {each.result().status_code for each in waiting} == {503}
 
 
-def test_a_queue_that_was_dropped_may_come_back(node: Node) -> None:
+def test_dropped_queue_answers_503_until_it_is_recreated(node: Node) -> None:
     """Told that there is none, senders would drop what they hold."""
     node.create("passing")
     with serving("http", node, queue="passing") as found:
@@ -360,7 +360,7 @@ def test_a_queue_that_was_dropped_may_come_back(node: Node) -> None:
         assert post(url, b"x").status_code == 200
 
 
-def test_stop_answers_what_was_taken(tmp_path: Path) -> None:
+def test_stop_answers_accepted_requests(tmp_path: Path) -> None:
     disk = FaultyDisk()
     with node_of(tmp_path, disk) as node, made("http", node) as found:
         found.start()
@@ -378,7 +378,7 @@ def test_stop_answers_what_was_taken(tmp_path: Path) -> None:
             post(url, b"y")
 
 
-def test_a_hard_stop_never_answers_500(tmp_path: Path) -> None:
+def test_close_never_answers_500(tmp_path: Path) -> None:
     with node_of(tmp_path, size=1) as node, made("http", node, timeout="2s") as found:
         found.start()
         fill(node, 1)
@@ -397,14 +397,14 @@ def test_a_hard_stop_never_answers_500(tmp_path: Path) -> None:
             assert set(answers) <= {503, None}
 
 
-def test_a_request_is_answered_without_delay(node: Node) -> None:
+def test_request_is_answered_without_nagle_delay(node: Node) -> None:
     with serving("http", node, ack="accepted") as found, httpx.Client() as client:
         answers = [client.post(f"http://{found.address}/", content=b"x") for _ in range(30)]
     # On the same connection, Nagle's delay alone would be 40 ms for each.
     assert min(answer.elapsed.total_seconds() for answer in answers) < 0.035
 
 
-def test_a_client_that_hangs_up_harms_nobody(url: str, node: Node) -> None:
+def test_client_disconnect_does_not_affect_others(url: str, node: Node) -> None:
     host, _, port = url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))) as rude:
         rude.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nhalf")
@@ -434,7 +434,7 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     key=TEXT,
     path=st.text(max_size=20).map(quote),
 )
-def test_any_request_gets_a_documented_answer(
+def test_random_request_gets_a_documented_answer(
     lasting: str, *, body: bytes | str, kind: str, encoding: str, key: str, path: str
 ) -> None:
     headers = {"content-type": kind, "content-encoding": encoding, "x-key": key}
@@ -444,7 +444,7 @@ def test_any_request_gets_a_documented_answer(
 
 
 @given(garbage=st.binary(min_size=1, max_size=200))
-def test_bytes_that_are_not_http_harm_nobody(lasting: str, garbage: bytes) -> None:
+def test_bytes_that_are_not_http_do_not_affect_others(lasting: str, garbage: bytes) -> None:
     host, _, port = lasting.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))) as rude:
         rude.sendall(garbage)

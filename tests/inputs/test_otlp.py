@@ -71,7 +71,7 @@ def post(url: str, body: bytes, kind: str = PROTOBUF, **headers: str) -> httpx.R
 
 
 @pytest.mark.parametrize("compression", list(Compression))
-def test_the_sdk_exports_logs(url: str, node: Node, compression: Compression) -> None:
+def test_sdk_exports_logs(url: str, node: Node, compression: Compression) -> None:
     with closing(OTLPLogExporter(f"{url}/v1/logs", compression=compression)) as exporter:
         done = exporter.export(log_records("one", "two"))
     assert done is LogRecordExportResult.SUCCESS
@@ -82,7 +82,7 @@ def test_the_sdk_exports_logs(url: str, node: Node, compression: Compression) ->
     assert found[0].source == "127.0.0.1"
 
 
-def test_the_sdk_exports_metrics(url: str, node: Node) -> None:
+def test_sdk_exports_metrics(url: str, node: Node) -> None:
     with closing(OTLPMetricExporter(f"{url}/v1/metrics")) as exporter:
         assert exporter.export(measurements()) is MetricExportResult.SUCCESS
     counter, gauge = held(node)
@@ -91,7 +91,7 @@ def test_the_sdk_exports_metrics(url: str, node: Node) -> None:
     assert [point.as_int for point in record_of(gauge).gauge.data_points] == [7]
 
 
-def test_the_sdk_exports_traces(url: str, node: Node) -> None:
+def test_sdk_exports_traces(url: str, node: Node) -> None:
     sent = spans()
     with closing(OTLPSpanExporter(f"{url}/v1/traces")) as exporter:
         assert exporter.export(sent) is SpanExportResult.SUCCESS
@@ -100,7 +100,7 @@ def test_the_sdk_exports_traces(url: str, node: Node) -> None:
     assert {event.key for event in found} == {f"{sent[0].context.trace_id:032x}"}
 
 
-def test_a_request_can_be_kept_whole(node: Node) -> None:
+def test_split_request_keeps_the_request_whole(node: Node) -> None:
     with (
         serving("otlp", node, split="request") as found,
         closing(OTLPLogExporter(f"http://{found.address}/v1/logs")) as exporter,
@@ -112,7 +112,7 @@ def test_a_request_can_be_kept_whole(node: Node) -> None:
     assert event.severity == 3
 
 
-def test_the_sdks_own_retry_delivers_what_found_no_room(tmp_path: Path) -> None:
+def test_sdk_retries_records_refused_by_a_full_queue(tmp_path: Path) -> None:
     with node_of(tmp_path, size=2) as node, serving("otlp", node, timeout=HASTY) as found:
         fill(node, 2)
         with (
@@ -123,7 +123,7 @@ def test_the_sdks_own_retry_delivers_what_found_no_room(tmp_path: Path) -> None:
         assert {record_of(event).body.string_value for event in held(node)} == {"late"}
 
 
-def test_the_sdks_own_retry_delivers_what_a_full_disk_refused(tmp_path: Path) -> None:
+def test_sdk_retries_records_refused_by_a_full_disk(tmp_path: Path) -> None:
     disk = FaultyDisk()
     with node_of(tmp_path, disk) as node, serving("otlp", node, timeout=HASTY) as found:
         disk.fill()
@@ -139,7 +139,7 @@ def test_the_sdks_own_retry_delivers_what_a_full_disk_refused(tmp_path: Path) ->
 # ── encodings and answers ───────────────────────────────────────────────────────────────────────
 
 
-def test_json_follows_the_specifications_mapping(url: str, node: Node) -> None:
+def test_json_follows_the_mapping_of_the_specification(url: str, node: Node) -> None:
     body = {
         "resourceLogs": [{
             "resource": {"attributes": [{"key": "a", "value": {"stringValue": "b"}}]},
@@ -175,7 +175,7 @@ def test_protobuf_is_answered_in_protobuf(url: str) -> None:
     assert answer.content == b""
 
 
-def test_an_empty_request_is_a_success(url: str, node: Node) -> None:
+def test_empty_request_succeeds(url: str, node: Node) -> None:
     for signal in ("logs", "metrics", "traces"):
         assert post(f"{url}/v1/{signal}", b"").status_code == 200
         assert post(f"{url}/v1/{signal}", b"{}", JSON).status_code == 200
@@ -183,7 +183,7 @@ def test_an_empty_request_is_a_success(url: str, node: Node) -> None:
 
 
 @pytest.mark.parametrize("kind", [PROTOBUF, JSON])
-def test_records_that_can_never_fit_are_a_partial_success(tmp_path: Path, kind: str) -> None:
+def test_records_too_large_for_the_queue_are_a_partial_success(tmp_path: Path, kind: str) -> None:
     request = logs_request("small", "x" * 3000, "also small")
     body = request.SerializeToString()
     if kind == JSON:
@@ -229,7 +229,7 @@ def test_rejected_metrics_are_counted_by_data_point(tmp_path: Path) -> None:
         (b"\xff", JSON),
     ],
 )
-def test_what_is_no_request_gets_400_with_a_status(
+def test_malformed_request_answers_400_with_a_status(
     url: str, node: Node, body: bytes, kind: str
 ) -> None:
     answer = post(f"{url}/v1/logs", body, kind)
@@ -251,7 +251,7 @@ def test_other_types_paths_and_methods_are_refused(url: str) -> None:
     assert post(f"{url}/v1/logs", b"", content_encoding="zstd").status_code == 415
 
 
-def test_bombs_and_giants_are_refused(node: Node) -> None:
+def test_oversize_and_compression_bomb_bodies_are_refused(node: Node) -> None:
     with serving("otlp", node, max_request_bytes="100Ki", max_decompressed_bytes="1Mi") as found:
         url = f"http://{found.address}/v1/logs"
         bomb = gzip.compress(bytes(50_000_000))
@@ -265,7 +265,7 @@ def test_bombs_and_giants_are_refused(node: Node) -> None:
 
 
 @pytest.mark.parametrize("kind", [PROTOBUF, JSON])
-def test_a_full_queue_is_429_with_a_time(tmp_path: Path, kind: str) -> None:
+def test_full_queue_answers_429_with_retry_after(tmp_path: Path, kind: str) -> None:
     request = logs_request("x")
     body = request.SerializeToString()
     if kind == JSON:
@@ -280,7 +280,7 @@ def test_a_full_queue_is_429_with_a_time(tmp_path: Path, kind: str) -> None:
         wait_until(lambda: post(url, body, kind).status_code == 200, "recovery")
 
 
-def test_trouble_with_the_disk_and_a_close_are_503_with_a_time(tmp_path: Path) -> None:
+def test_failing_disk_and_closed_queue_answer_503_with_retry_after(tmp_path: Path) -> None:
     disk = FaultyDisk()
     with node_of(tmp_path, disk) as node, serving("otlp", node, timeout=HASTY) as found:
         url, body = f"http://{found.address}/v1/logs", logs_request("x").SerializeToString()
@@ -296,7 +296,7 @@ def test_trouble_with_the_disk_and_a_close_are_503_with_a_time(tmp_path: Path) -
         assert Status.FromString(answer.content).code == 14
 
 
-def test_only_tokens_with_the_right_get_in(node: Node) -> None:
+def test_only_tokens_with_the_publish_right_are_accepted(node: Node) -> None:
     with serving("otlp", node, tokens=TOKENS) as found:
         url = f"http://{found.address}/v1/logs"
         assert post(url, b"", authorization="Bearer guess").status_code == 401
@@ -308,7 +308,9 @@ def test_only_tokens_with_the_right_get_in(node: Node) -> None:
     assert len(values(node)) == 1
 
 
-def test_tls_is_spoken_if_told(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tls_settings_enable_https(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)  # requests would believe it rather than us
     certificates = Certificates(tmp_path)
@@ -348,7 +350,7 @@ NODES: Any = st.recursive(
     signal=st.sampled_from(["logs", "metrics", "traces"]),
     encoding=st.sampled_from(["identity", "identity", "gzip"]),
 )
-def test_any_bytes_get_a_documented_answer(
+def test_random_bytes_get_a_documented_answer(
     lasting: str, *, body: bytes, kind: str, signal: str, encoding: str
 ) -> None:
     answer = post(f"{lasting}/v1/{signal}", body, kind, content_encoding=encoding)

@@ -87,7 +87,7 @@ def refusal_of(call: Any, body: bytes, **knobs: Any) -> Any:
 # ── the SDK's exporters ─────────────────────────────────────────────────────────────────────────
 
 
-def test_the_sdk_exports_all_three_signals(address: str, node: Node) -> None:
+def test_sdk_exports_all_three_signals(address: str, node: Node) -> None:
     knobs: dict[str, Any] = {"endpoint": address, "insecure": True}
     with closing(OTLPLogExporter(**knobs, compression=GZIP)) as exporter:
         assert exporter.export(log_records("one", "two")) is LogRecordExportResult.SUCCESS
@@ -103,7 +103,7 @@ def test_the_sdk_exports_all_three_signals(address: str, node: Node) -> None:
     assert {event.source for event in found} == {"127.0.0.1"}
 
 
-def test_the_sdks_own_retry_delivers_what_found_no_room(tmp_path: Path) -> None:
+def test_sdk_retries_records_refused_by_a_full_queue(tmp_path: Path) -> None:
     with node_of(tmp_path, size=2) as node, serving("otlp_grpc", node, timeout=HASTY) as found:
         fill(node, 2)
         knobs: dict[str, Any] = {"endpoint": found.address, "insecure": True, "timeout": 30}
@@ -130,7 +130,7 @@ def check_retry_info(refused: Any, code: grpc.StatusCode) -> None:
     assert RetryInfo.FromString(trailers["google.rpc.retryinfo-bin"]) == info
 
 
-def test_a_full_queue_exhausts_resources_for_a_time(tmp_path: Path) -> None:
+def test_full_queue_is_resource_exhausted_with_retry_info(tmp_path: Path) -> None:
     body = logs_request("x").SerializeToString()
     with (
         node_of(tmp_path, size=1) as node,
@@ -143,7 +143,7 @@ def test_a_full_queue_exhausts_resources_for_a_time(tmp_path: Path) -> None:
         wait_until(lambda: is_taken(export, body), "recovery")
 
 
-def test_trouble_with_the_disk_and_a_close_make_it_unavailable_for_a_time(tmp_path: Path) -> None:
+def test_failing_disk_and_closed_queue_are_unavailable_with_retry_info(tmp_path: Path) -> None:
     body = logs_request("x" * 2**20).SerializeToString()
     disk = FaultyDisk()
     with (
@@ -160,7 +160,7 @@ def test_trouble_with_the_disk_and_a_close_make_it_unavailable_for_a_time(tmp_pa
         check_retry_info(refusal_of(export, body), grpc.StatusCode.UNAVAILABLE)
 
 
-def test_a_queue_that_was_dropped_may_come_back(node: Node) -> None:
+def test_dropped_queue_is_unavailable_until_it_is_recreated(node: Node) -> None:
     node.create("passing")
     body = logs_request("x").SerializeToString()
     with serving("otlp_grpc", node, queue="passing") as found, calling(found.address) as export:
@@ -170,7 +170,7 @@ def test_a_queue_that_was_dropped_may_come_back(node: Node) -> None:
         assert export(body) == b""
 
 
-def test_records_that_can_never_fit_are_a_partial_success(tmp_path: Path) -> None:
+def test_records_too_large_for_the_queue_are_a_partial_success(tmp_path: Path) -> None:
     body = logs_request("small", "x" * 3000).SerializeToString()
     with (
         node_of(tmp_path, max_event_bytes="1Ki") as node,
@@ -182,7 +182,7 @@ def test_records_that_can_never_fit_are_a_partial_success(tmp_path: Path) -> Non
         assert len(values(node)) == 1
 
 
-def test_what_is_no_request_is_an_invalid_argument(address: str, node: Node) -> None:
+def test_malformed_request_is_an_invalid_argument(address: str, node: Node) -> None:
     with calling(address) as export:
         refused = refusal_of(export, b"\xff\xff\xff")
     assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -195,7 +195,7 @@ def test_other_methods_are_not_implemented(address: str) -> None:
         assert refusal_of(call, b"").code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_bombs_and_giants_are_refused(node: Node) -> None:
+def test_oversize_and_compression_bomb_messages_are_refused(node: Node) -> None:
     with (
         serving("otlp_grpc", node, max_message_bytes="1Mi") as found,
         calling(found.address) as export,
@@ -209,7 +209,7 @@ def test_bombs_and_giants_are_refused(node: Node) -> None:
         assert export(logs_request("x").SerializeToString()) == b""
 
 
-def test_only_tokens_with_the_right_get_in(node: Node) -> None:
+def test_only_tokens_with_the_publish_right_are_accepted(node: Node) -> None:
     with serving("otlp_grpc", node, tokens=TOKENS) as found:
         knobs: dict[str, Any] = {"endpoint": found.address, "insecure": True}
         right = {"authorization": f"Bearer {SECRET}"}
@@ -245,7 +245,7 @@ def codes_of(calls: list[Any]) -> set[grpc.StatusCode]:
     return {call.exception(timeout=PATIENCE).code() for call in calls}
 
 
-def test_strangers_that_send_nothing_hold_nobody_up(node: Node) -> None:
+def test_silent_clients_without_a_token_do_not_delay_others(node: Node) -> None:
     """They are refused before a thread waits for what they would send."""
     with (
         serving("otlp_grpc", node, tokens=TOKENS, body_timeout="1h") as found,
@@ -257,7 +257,7 @@ def test_strangers_that_send_nothing_hold_nobody_up(node: Node) -> None:
         assert export(body, metadata=RIGHT, timeout=PATIENCE) == b""
 
 
-def test_requests_whose_message_does_not_come_are_cancelled(node: Node) -> None:
+def test_request_without_its_message_is_cancelled_after_body_timeout(node: Node) -> None:
     with (
         serving("otlp_grpc", node, tokens=TOKENS, body_timeout=HASTY) as found,
         silent_calls(found.address, THREADS, RIGHT) as calls,
@@ -268,7 +268,7 @@ def test_requests_whose_message_does_not_come_are_cancelled(node: Node) -> None:
         assert export(body, metadata=RIGHT, timeout=PATIENCE) == b""
 
 
-def test_senders_that_send_nothing_never_keep_all_threads_waiting(
+def test_silent_senders_never_block_all_threads(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(otlp_grpc, "SHORT_BODY_TIMEOUT", 0.1)
@@ -290,7 +290,7 @@ def cancelled(calls: list[Any]) -> list[Any]:
     return [call for call in calls if call.done()]
 
 
-def test_the_newest_of_too_many_connections_are_cut(node: Node) -> None:
+def test_newest_connections_over_the_limit_are_shut_down(node: Node) -> None:
     with (
         serving("otlp_grpc", node, max_connections=1) as found,
         calling(found.address) as export,
@@ -305,13 +305,13 @@ def test_the_newest_of_too_many_connections_are_cut(node: Node) -> None:
         assert export(b"", timeout=PATIENCE) == b""
 
 
-def test_a_request_without_a_message_is_an_invalid_argument(address: str) -> None:
+def test_request_without_a_message_is_an_invalid_argument(address: str) -> None:
     with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as refused:
         channel.stream_unary(LOGS)(iter(()), timeout=PATIENCE)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:
+def test_tls_settings_enable_tls(node: Node, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     trusting = grpc.ssl_channel_credentials(certificates.ca.read_bytes())
     with serving("otlp_grpc", node, tls=certificates.server_knob()) as found:
@@ -322,7 +322,7 @@ def test_tls_is_spoken_if_told(node: Node, tmp_path: Path) -> None:
             assert refusal_of(export, b"").code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_clients_show_their_certificates_if_told(node: Node, tmp_path: Path) -> None:
+def test_client_ca_requires_client_certificates(node: Node, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     cert, key = (file.read_bytes() for file in certificates.client)
     ca = certificates.ca.read_bytes()
@@ -347,14 +347,14 @@ def test_clients_show_their_certificates_if_told(node: Node, tmp_path: Path) -> 
         ({"tls": {"cert": "no.pem", "key": "no.pem"}}, "tls.cert: no.pem"),
     ],
 )
-def test_what_cannot_be_served_is_said_at_the_start(
+def test_wrong_settings_are_reported_at_the_start(
     node: Node, knobs: dict[str, Any], named: str
 ) -> None:
     with made("otlp_grpc", node, **knobs) as found, pytest.raises(ConfigError, match=named):
         found.start()
 
 
-def test_a_port_in_use_is_said_at_the_start(node: Node, address: str) -> None:
+def test_port_in_use_is_reported_at_the_start(node: Node, address: str) -> None:
     with (
         made("otlp_grpc", node, listen=address) as second,
         pytest.raises(AddressTaken, match="cannot listen"),
@@ -376,7 +376,7 @@ for kind, gone in (("otlp", "opentelemetry.proto"), ("otlp_grpc", "grpc")):
 """
 
 
-def test_a_missing_extra_is_named() -> None:
+def test_missing_extra_is_named_in_the_error() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=True
     )
@@ -385,7 +385,7 @@ def test_a_missing_extra_is_named() -> None:
     assert "pip install 'turnlane[grpc]'" in second
 
 
-def test_a_stopped_input_takes_nothing_more(node: Node) -> None:
+def test_stopped_input_accepts_no_requests(node: Node) -> None:
     with serving("otlp_grpc", node) as found, calling(found.address) as export:
         assert export(b"") == b""
         found.stop(1.0)
@@ -402,7 +402,7 @@ def test_a_stopped_input_takes_nothing_more(node: Node) -> None:
         ("unix:/run/x", "unix:/run/x"),
     ],
 )
-def test_a_peer_is_named_by_its_address(peer: str, source: str) -> None:
+def test_peer_is_reduced_to_its_address(peer: str, source: str) -> None:
     assert parse_peer(peer) == source
 
 
@@ -423,7 +423,7 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     body=st.binary(max_size=200)
     | st.binary(max_size=50).map(lambda noise: logs_request("x").SerializeToString() + noise)
 )
-def test_any_bytes_get_a_documented_answer(lasting: Any, body: bytes) -> None:
+def test_random_bytes_get_a_documented_answer(lasting: Any, body: bytes) -> None:
     try:
         lasting(body)
     except grpc.RpcError as error:

@@ -19,7 +19,7 @@ def settings(**knobs: object) -> StdinSettings:
     return StdinSettings.model_validate({"queue": "main", **knobs})
 
 
-def test_every_line_is_persisted_once_the_file_has_ended(host: Node, tmp_path: Path) -> None:
+def test_end_of_file_persists_every_line(host: Node, tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"first\n\nsecond\r\n" + b"5 <third>\n" + b"last, without an end")
     with path.open("rb") as file, StdinInput(settings(), host, file=file.fileno()) as source:
@@ -37,7 +37,7 @@ def test_every_line_is_persisted_once_the_file_has_ended(host: Node, tmp_path: P
     assert {event.severity for event in events} == {None}
 
 
-def test_lines_come_as_they_are_written(host: Node) -> None:
+def test_lines_are_published_while_they_are_written(host: Node) -> None:
     reading, writing = os.pipe()
     with StdinInput(settings(max_line_bytes=10), host, file=reading) as source:
         source.start()
@@ -56,7 +56,7 @@ def test_lines_come_as_they_are_written(host: Node) -> None:
     os.close(writing)
 
 
-def test_it_waits_for_room_and_gives_up_when_stopped(host: Node) -> None:
+def test_full_queue_makes_it_wait_until_stopped(host: Node) -> None:
     reading, writing = os.pipe()
     os.write(writing, b"".join(b"%d\n" % number for number in range(100)))
     with StdinInput(settings(queue="narrow", ack="accepted"), host, file=reading) as source:
@@ -68,7 +68,7 @@ def test_it_waits_for_room_and_gives_up_when_stopped(host: Node) -> None:
     os.close(writing)
 
 
-def test_a_file_that_cannot_be_read_ends_the_input(
+def test_unreadable_file_ends_the_input(
     host: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = os.open(tmp_path, os.O_RDONLY)
@@ -79,7 +79,7 @@ def test_a_file_that_cannot_be_read_ends_the_input(
     os.close(directory)
 
 
-def test_a_file_that_others_empty_first_is_waited_for(
+def test_file_emptied_by_another_reader_is_awaited(
     host: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, fails = os.readv, [BlockingIOError()]
@@ -100,7 +100,7 @@ def test_a_file_that_others_empty_first_is_waited_for(
     os.close(writing)
 
 
-def test_without_a_standard_input_it_says_so(host: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_standard_input_is_reported(host: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
     with StdinInput(settings(), host) as source, pytest.raises(ConfigError, match="no standard"):
         source.start()

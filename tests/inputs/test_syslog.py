@@ -59,7 +59,7 @@ DOGGED = 'type="omfwd" target="127.0.0.1" protocol="tcp"'
 
 @pytest.mark.parametrize("form", ["--rfc3164", "--rfc5424"])
 @pytest.mark.parametrize("way", [["--udp"], ["--tcp"], ["--tcp", "--octet-count"]])
-def test_logger_is_understood(host: Node, form: str, way: list[str]) -> None:
+def test_logger_messages_are_published(host: Node, form: str, way: list[str]) -> None:
     started = time.time_ns() // 1000
     with listening(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
         there = port(source, way[0].strip("-"))
@@ -106,7 +106,7 @@ def test_rsyslogd_forwards_over_mutual_tls(host: Node, tmp_path: Path) -> None:
     assert values == [b"<13>number %d" % number for number in range(200)]
 
 
-def test_pythons_own_handler_is_understood(host: Node) -> None:
+def test_python_syslog_handler_messages_are_published(host: Node) -> None:
     with listening(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
         for kind, type_ in (("tcp", socket.SOCK_STREAM), ("udp", socket.SOCK_DGRAM)):
             there = ("127.0.0.1", port(source, kind))
@@ -125,7 +125,7 @@ def test_pythons_own_handler_is_understood(host: Node) -> None:
 # ── mixed, malformed, slow ───────────────────────────────────────────────────────────────────────
 
 
-def test_clients_of_both_framings_are_served_at_once(host: Node) -> None:
+def test_clients_with_different_framings_are_served_together(host: Node) -> None:
     lines = [b"<14>line %d" % number for number in range(2_000)]
     counted = [b"<15>counted\n%d" % number for number in range(2_000)]
     framed = [b"%d %s" % (len(each), each) for each in counted]
@@ -146,7 +146,7 @@ def test_clients_of_both_framings_are_served_at_once(host: Node) -> None:
     assert Counter(event.value for event in events_in(host.queue("main"))) == Counter(sent)
 
 
-def test_garbage_is_kept_and_hurts_nobody_else(host: Node) -> None:
+def test_garbage_is_published_and_does_not_affect_others(host: Node) -> None:
     garbage = bytes(range(256)) * 40 + b"99999999999 <x\n0 <1>\n-5 <2>\n12 \n" + b"\xff\x00\n" * 9
     with listening(host, tcp=ANYWHERE) as source, connected(source) as good:
         send(source, garbage)
@@ -161,7 +161,7 @@ def test_garbage_is_kept_and_hurts_nobody_else(host: Node) -> None:
 
 @tried(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(garbage=st.lists(st.binary(max_size=200), max_size=5))
-def test_no_bytes_can_hurt_it(host: Node, garbage: list[bytes]) -> None:
+def test_random_bytes_do_not_affect_the_input(host: Node, garbage: list[bytes]) -> None:
     queue = host.queue("main")
     with listening(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
         before = queue.end
@@ -177,7 +177,7 @@ def test_no_bytes_can_hurt_it(host: Node, garbage: list[bytes]) -> None:
     assert b"<13>still there" in found[1].column("value").to_pylist()
 
 
-def test_a_message_that_is_too_long_comes_in_pieces(host: Node) -> None:
+def test_too_long_message_is_published_in_pieces(host: Node) -> None:
     with listening(host, tcp=ANYWHERE, udp=ANYWHERE, max_message_bytes=1_000) as source:
         send(source, b"a" * 2_500, b"\n<13>next\n")
         assert values_in(host.queue("main"), 4) == [
@@ -189,7 +189,7 @@ def test_a_message_that_is_too_long_comes_in_pieces(host: Node) -> None:
         assert source.counters.invalid == 3
 
 
-def test_a_connection_reset_in_the_middle_keeps_what_it_sent(host: Node) -> None:
+def test_reset_connection_keeps_its_received_messages(host: Node) -> None:
     with listening(host, tcp=ANYWHERE) as source:
         client = connected(source)
         client.sendall(b"<13>whole\n100 <13>half")
@@ -200,7 +200,7 @@ def test_a_connection_reset_in_the_middle_keeps_what_it_sent(host: Node) -> None
         assert source.counters.invalid == 1
 
 
-def test_a_client_that_leaves_between_two_pieces_hurts_nobody_else(host: Node) -> None:
+def test_client_disconnect_inside_a_long_message_does_not_affect_others(host: Node) -> None:
     with (
         listening(host, tcp=ANYWHERE, max_message_bytes=480) as source,
         connected(source) as good,
@@ -216,7 +216,7 @@ def test_a_client_that_leaves_between_two_pieces_hurts_nobody_else(host: Node) -
     assert {b"<13>before", b"<13>after", b"<13>another client"} < set(values)
 
 
-def test_bytes_that_cannot_be_cut_up_cost_their_connection_only(
+def test_framing_error_closes_only_its_connection(
     host: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def find(buffer: memoryview, *given: Any, **knobs: Any) -> Any:
@@ -235,7 +235,7 @@ def test_bytes_that_cannot_be_cut_up_cost_their_connection_only(
     assert "planned" in caplog.text
 
 
-def test_a_slow_client_holds_nobody_up(host: Node) -> None:
+def test_slow_client_does_not_delay_others(host: Node) -> None:
     with listening(host, tcp=ANYWHERE) as source, connected(source) as slow:
         for octet in b"17 <13>a slow":
             slow.sendall(bytes([octet]))
@@ -259,7 +259,7 @@ def test_idle_connections_cost_no_threads(host: Node) -> None:
             each.close()
 
 
-def test_a_silent_connection_is_closed_after_idle_timeout(host: Node) -> None:
+def test_silent_connection_is_closed_after_idle_timeout(host: Node) -> None:
     with listening(host, tcp=ANYWHERE, idle_timeout="100ms") as source, connected(source) as client:
         client.sendall(b"<13>unfinished")
         assert client.recv(1) == b""
@@ -267,7 +267,9 @@ def test_a_silent_connection_is_closed_after_idle_timeout(host: Node) -> None:
 
 
 @pytest.mark.parametrize("begun", [b"<12>half a mess", b"999 <12>half a mess"])
-def test_nobody_keeps_an_unfinished_message_waiting_for_ever(host: Node, begun: bytes) -> None:
+def test_unfinished_message_closes_the_connection_after_message_timeout(
+    host: Node, begun: bytes
+) -> None:
     with (
         listening(host, tcp=ANYWHERE, message_timeout="100ms") as source,
         connected(source) as quiet,
@@ -282,7 +284,7 @@ def test_nobody_keeps_an_unfinished_message_waiting_for_ever(host: Node, begun: 
         assert values_in(host.queue("main"), 3)[2] == b"<12>and more"
 
 
-def test_a_message_that_drips_is_not_waited_for_either(host: Node) -> None:
+def test_slowly_dripping_message_closes_the_connection_after_message_timeout(host: Node) -> None:
     sent: list[bytes] = []
 
     def drip() -> bool:
@@ -300,9 +302,7 @@ def test_a_message_that_drips_is_not_waited_for_either(host: Node) -> None:
         assert len(sent) > 1
 
 
-def test_a_client_that_could_not_be_read_for_want_of_room_is_not_silent(
-    host: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_client_with_unread_bytes_is_not_idle(host: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the queue is full nobody is read; what was sent meanwhile is there all the same."""
     monkeypatch.setattr("turnlane.inputs.stream_server.SWEEP_SECONDS", 0.01)
     queue = host.queue("narrow")
@@ -324,7 +324,7 @@ def test_a_client_that_could_not_be_read_for_want_of_room_is_not_silent(
     assert taken[-1] == b"<13>not lost"
 
 
-def test_one_connection_too_many_is_closed_at_once(host: Node) -> None:
+def test_connection_over_the_limit_is_closed_at_once(host: Node) -> None:
     with listening(host, tcp=ANYWHERE, max_connections=2) as source:
         first, second = connected(source), connected(source)
         with connected(source) as third:
@@ -337,7 +337,9 @@ def test_one_connection_too_many_is_closed_at_once(host: Node) -> None:
         second.close()
 
 
-def test_running_out_of_descriptors_passes(host: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_file_descriptors_only_delay_new_connections(
+    host: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, fails = socket.socket.accept, [errno.EMFILE, errno.ECONNABORTED]
 
     def accept(self: socket.socket) -> Any:
@@ -353,7 +355,7 @@ def test_running_out_of_descriptors_passes(host: Node, monkeypatch: pytest.Monke
     assert not fails
 
 
-def test_running_out_of_descriptors_does_not_spoil_a_stop(
+def test_missing_file_descriptors_do_not_break_a_stop(
     host: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = Certificates(tmp_path)
@@ -376,7 +378,7 @@ def test_running_out_of_descriptors_does_not_spoil_a_stop(
 # ── TLS ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_tls_carries_large_amounts(host: Node, tmp_path: Path) -> None:
+def test_tls_connection_publishes_large_amounts(host: Node, tmp_path: Path) -> None:
     files = Certificates(tmp_path)
     messages = [b"<13>number %d " % number + b"x" * 100 for number in range(15_000)]
     with listening(host, tls=secured(files, mutual=False)) as source:
@@ -386,7 +388,7 @@ def test_tls_carries_large_amounts(host: Node, tmp_path: Path) -> None:
         assert values_in(host.queue("main"), 15_000) == messages
 
 
-def test_what_tls_has_unpacked_is_published_when_it_is_stopped(
+def test_stop_publishes_decrypted_bytes_of_tls(
     host: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The operating system knows nothing of it any more."""
@@ -411,7 +413,7 @@ def test_what_tls_has_unpacked_is_published_when_it_is_stopped(
 
 
 @pytest.mark.parametrize("identity", ["nobody", "stranger"])
-def test_a_client_without_the_right_certificate_is_refused(
+def test_client_without_a_valid_certificate_is_refused(
     host: Node, tmp_path: Path, identity: str
 ) -> None:
     files = Certificates(tmp_path)
@@ -426,7 +428,7 @@ def test_a_client_without_the_right_certificate_is_refused(
         assert values_in(host.queue("main"), 1) == [b"<13>a friend"]
 
 
-def test_a_stuck_handshake_holds_nobody_up_and_ends(
+def test_stuck_handshake_is_closed_and_does_not_delay_others(
     host: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("turnlane.inputs.stream_server.HANDSHAKE_SECONDS", 0.1)
@@ -448,7 +450,7 @@ def test_a_stuck_handshake_holds_nobody_up_and_ends(
 # ── no room ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_full_disk_makes_senders_wait_and_loses_nothing(tmp_path: Path) -> None:
+def test_full_disk_makes_senders_wait_and_loses_nothing(tmp_path: Path) -> None:
     disk = FaultyDisk()
     knobs = {"durability": "always", "memory_bytes": "256Ki", "write_buffer": "64Ki"}
     knobs |= {"compression": "none"}  # or all of it would have room
@@ -470,7 +472,7 @@ def test_a_full_disk_makes_senders_wait_and_loses_nothing(tmp_path: Path) -> Non
         assert [event.value for event in events_in(queue)] == messages
 
 
-def test_tcp_waits_for_a_full_queue_and_goes_on(host: Node) -> None:
+def test_tcp_sender_waits_for_a_full_queue(host: Node) -> None:
     queue = host.queue("narrow")
     with listening(host, queue="narrow", tcp=ANYWHERE) as source:
         send(source, *(b"<13>%d\n" % number for number in range(100)))
@@ -482,7 +484,7 @@ def test_tcp_waits_for_a_full_queue_and_goes_on(host: Node) -> None:
     assert source.counters.dropped == 0
 
 
-def test_stopping_before_a_full_queue_counts_what_is_lost(
+def test_stop_with_a_full_queue_counts_dropped_messages(
     host: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     with listening(host, queue="narrow", tcp=ANYWHERE, ack="accepted") as source:
@@ -494,7 +496,7 @@ def test_stopping_before_a_full_queue_counts_what_is_lost(
     assert "input.events_dropped" in caplog.text
 
 
-def test_udp_drops_what_a_full_queue_does_not_take(host: Node) -> None:
+def test_full_queue_drops_udp_messages_and_counts_them(host: Node) -> None:
     with listening(host, queue="narrow", udp=ANYWHERE, ack="accepted") as source:
         for number in range(30):
             send_datagrams(source, b"<13>%d" % number)
@@ -504,7 +506,7 @@ def test_udp_drops_what_a_full_queue_does_not_take(host: Node) -> None:
     assert values == [b"<13>%d" % number for number in range(10)]
 
 
-def test_datagrams_that_the_kernel_dropped_are_counted(host: Node) -> None:
+def test_datagrams_dropped_by_the_kernel_are_counted(host: Node) -> None:
     settings = SyslogSettings.model_validate({"queue": "main", "udp": ANYWHERE})
     source = SyslogInput(settings, host)
     bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -521,7 +523,7 @@ def test_datagrams_that_the_kernel_dropped_are_counted(host: Node) -> None:
     reader.stop(time.monotonic() + 5)
 
 
-def test_load_shedding_goes_by_the_priority(tmp_path: Path) -> None:
+def test_load_shedding_uses_the_priority(tmp_path: Path) -> None:
     knobs = {"kind": "memory", "size": 100, "discard_mark": 5, "discard_severity": 5}
     with Node(tmp_path, {"main": knobs}) as node:
         with listening(node, tcp=ANYWHERE, ack="accepted") as source:
@@ -535,7 +537,7 @@ def test_load_shedding_goes_by_the_priority(tmp_path: Path) -> None:
 # ── starting and stopping ────────────────────────────────────────────────────────────────────────
 
 
-def test_what_had_arrived_is_persisted_when_stop_returns(host: Node) -> None:
+def test_stop_persists_received_messages(host: Node) -> None:
     with listening(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
         held = [connected(source) for _ in range(20)]
         for client in held:
@@ -551,7 +553,7 @@ def test_what_had_arrived_is_persisted_when_stop_returns(host: Node) -> None:
     assert host.queue("main").stats().ledger.accepted == len(values)
 
 
-def test_a_sender_that_never_pauses_cannot_keep_it_from_stopping(host: Node) -> None:
+def test_sender_without_pauses_does_not_delay_a_stop(host: Node) -> None:
     over = threading.Event()
 
     def chatter(client: socket.socket) -> None:
@@ -572,7 +574,7 @@ def test_a_sender_that_never_pauses_cannot_keep_it_from_stopping(host: Node) -> 
         talking.join()
 
 
-def test_a_queue_closed_underneath_ends_the_input_with_a_count(
+def test_closed_queue_ends_the_input_and_counts_drops(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Node(tmp_path) as node:
@@ -587,7 +589,7 @@ def test_a_queue_closed_underneath_ends_the_input_with_a_count(
     assert "closed" in caplog.text
 
 
-def test_a_queue_in_trouble_is_tried_again_without_a_flood_of_warnings(
+def test_failing_queue_is_retried_with_one_warning(
     host: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("turnlane.inputs.publishers.RETRY_SECONDS", 0.0)
@@ -606,7 +608,7 @@ def test_a_queue_in_trouble_is_tried_again_without_a_flood_of_warnings(
     assert caplog.text.count("input.publish_waits") == 1
 
 
-def test_a_bug_in_the_reader_is_said_and_counted(
+def test_unexpected_error_is_logged_and_closes_connections(
     host: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(self: FireAndForgetPublisher, block: object) -> None:
@@ -629,7 +631,7 @@ def test_a_bug_in_the_reader_is_said_and_counted(
         ({"tcp": ANYWHERE, "max_message_bytes": "16Mi", "queue": "tiny"}, "max_message_bytes"),
     ],
 )
-def test_what_cannot_work_is_refused_at_the_start(
+def test_wrong_settings_are_refused_at_the_start(
     host: Node, knobs: dict[str, Any], knob: str
 ) -> None:
     host.create("tiny", kind="memory", max_event_bytes="1Mi")
@@ -639,14 +641,14 @@ def test_what_cannot_work_is_refused_at_the_start(
     assert error.value.knob == knob
 
 
-def test_a_public_address_can_be_forced(host: Node) -> None:
+def test_insecure_allows_a_public_address(host: Node) -> None:
     with listening(host, tcp="0.0.0.0:0", insecure=True) as source:
         assert source.address == f"tcp://0.0.0.0:{port(source)}"
         send(source, b"<13>a\n")
         values_in(host.queue("main"), 1)
 
 
-def test_a_taken_port_is_said(host: Node) -> None:
+def test_port_in_use_is_reported(host: Node) -> None:
     with listening(host, tcp=ANYWHERE) as source:
         there = f"127.0.0.1:{port(source)}"
         settings = SyslogSettings.model_validate({"queue": "main", "tcp": there})
@@ -654,12 +656,12 @@ def test_a_taken_port_is_said(host: Node) -> None:
             second.start()
 
 
-def test_it_has_to_listen_somewhere() -> None:
+def test_settings_without_an_address_are_refused() -> None:
     with pytest.raises(ValidationError, match="at least one of tcp, udp and tls"):
         SyslogSettings.model_validate({"queue": "main"})
 
 
 @pytest.mark.parametrize("kind", ["syslog", "stdin", "unix"])
-def test_the_registry_has_it(kind: str) -> None:
+def test_type_syslog_loads_the_input(kind: str) -> None:
     found = load(kind)
     assert found.settings_type.model_fields["type"].default == kind

@@ -122,7 +122,7 @@ FRAMINGS = st.sampled_from(Framing)
 @example(b"\n" * 50 + b"5 <1>a\n", [], Framing.AUTO, LONGEST)
 @example(b"a" * 40 + b"\n" + b"b" * 80 + b"\0\n", [40, 41, 81, 121], Framing.AUTO, LONGEST)
 @example(b"90 <" + b"a" * 89 + b"7 <1>reader", [3, 50], Framing.AUTO, LONGEST)
-def test_a_stream_gives_the_same_messages_however_it_is_cut_up(
+def test_stream_gives_the_same_messages_for_any_parts(
     stream: bytes, cuts: list[int], framing: Framing, longest: int
 ) -> None:
     expected = reference(stream, longest, framing)
@@ -131,28 +131,28 @@ def test_a_stream_gives_the_same_messages_however_it_is_cut_up(
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=4))
-def test_no_byte_of_a_line_is_lost(stream: bytes, cuts: list[int]) -> None:
+def test_lines_keep_every_byte(stream: bytes, cuts: list[int]) -> None:
     stream = stream.replace(b"\0", b"\1")
     found = in_parts(stream, cuts, LONGEST, Framing.NEWLINE)
     assert b"".join(found) == stream.replace(b"\n", b"")
 
 
 @given(st.lists(MESSAGES, min_size=1, max_size=40), st.lists(st.integers(0, 4000), max_size=3))
-def test_counted_messages_come_out_as_they_went_in(messages: list[bytes], cuts: list[int]) -> None:
+def test_counted_messages_are_unchanged(messages: list[bytes], cuts: list[int]) -> None:
     stream = b"".join(map(counted, messages))
     expected = [each.removesuffix(b"\0").removesuffix(b"\n") for each in messages]
     assert in_parts(stream, cuts, 1_000, Framing.AUTO) == expected
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 10, 94, 95, 96, 97, 98, 99, 100, 101, 998, 1_000])
-def test_lengths_around_a_power_of_ten_add_up(size: int) -> None:
+def test_lengths_around_powers_of_ten_are_found(size: int) -> None:
     messages = [b"<1>%s" % (b"x" * max(0, size - 3 + step % 3)) for step in range(50)]
     found = cut(b"".join(map(counted, messages)), 65_536)
     assert found.values.to_pylist() == messages
     assert found.found.malformed == found.found.oversize == 0
 
 
-def test_marks_inside_messages_do_not_mislead() -> None:
+def test_marks_inside_messages_are_ignored() -> None:
     messages = [b"<1>took 5 <b>7 <34>1" + b"x" * (step % 13) + b"2" for step in range(9_000)]
     assert cut(b"".join(map(counted, messages)), 65_536).values.to_pylist() == messages
 
@@ -165,18 +165,18 @@ def test_long_streams_give_the_same_messages(
     assert in_parts(stream, cuts, 900, framing) == reference(stream, 900, framing)
 
 
-def test_a_length_that_cannot_be_is_the_beginning_of_a_line() -> None:
+def test_impossible_length_begins_a_line() -> None:
     stream = b"0 <1>a\n1234567890 <1>b\n12x <1>c\n007 <1>d\n5 no\n"
     assert cut(stream, 100).values.to_pylist() == stream.splitlines()
 
 
-def test_messages_without_a_length_are_counted_where_all_should_have_one() -> None:
+def test_octet_framing_counts_messages_without_a_length() -> None:
     found = cut(b"<1>a line\n6 <1>abc<2>another\n", 100, Framing.OCTET)
     assert found.values.to_pylist() == [b"<1>a line", b"<1>abc", b"<2>another"]
     assert found.found.malformed == 2
 
 
-def test_a_message_that_is_too_long_comes_in_pieces_and_the_next_is_whole() -> None:
+def test_too_long_message_is_cut_and_the_next_is_whole() -> None:
     found = cut(counted(b"<1>" + b"a" * 97) + counted(b"<2>b") + b"c" * 95 + b"\n<3>d\n", 40)
     assert found.values.to_pylist() == [
         b"<1>" + b"a" * 37,
@@ -189,20 +189,20 @@ def test_a_message_that_is_too_long_comes_in_pieces_and_the_next_is_whole() -> N
     assert found.found.oversize == 2
 
 
-def test_a_counted_message_that_ends_early_is_kept_and_counted() -> None:
+def test_counted_message_that_ends_early_is_kept_and_counted() -> None:
     found = cut(b"50 <34>1 half of", 100, last=True)
     assert found.values.to_pylist() == [b"<34>1 half of"]
     assert found.found.malformed == 1
 
 
-def test_a_counted_message_that_ends_early_between_two_pieces_is_counted() -> None:
+def test_counted_message_that_ends_between_pieces_is_counted() -> None:
     found = cut(b"2000 <" + b"x" * 479, 480)
     assert values_of(found.values) == [b"<" + b"x" * 479]
     last = cut(b"", 480, inside=found.found.inside, last=True)
     assert (len(last.values), last.found.malformed, last.found.inside) == (0, 1, 0)
 
 
-def test_severity_is_that_of_the_priority() -> None:
+def test_priority_gives_the_severity() -> None:
     cases = {
         b"<0>": 0, b"<34>1 x": 2, b"<191>": 7, b"<192>": None, b"<999>x": None, b"<>x": None,
         b"": None, b"<": None, b"<1": None, b"<12": None, b"<a>": None, b"<1a>": None,
@@ -214,7 +214,7 @@ def test_severity_is_that_of_the_priority() -> None:
 
 
 @given(st.lists(st.binary(max_size=8) | st.from_regex(rb"\A<[0-9]{0,4}>?[0-9a]?\Z")))
-def test_severity_is_what_a_parser_would_find(messages: list[bytes]) -> None:
+def test_vectorised_severity_equals_a_parsed_one(messages: list[bytes]) -> None:
     column = pa.array(messages, pa.binary())
     found = [re.match(rb"<([0-9]{1,3})>", each) for each in messages]
     numbers = [int(each[1]) if each else 999 for each in found]
@@ -223,7 +223,7 @@ def test_severity_is_what_a_parser_would_find(messages: list[bytes]) -> None:
     ]
 
 
-def test_datagrams_lose_their_newline_and_nul_only() -> None:
+def test_datagrams_lose_only_their_newline_and_nul() -> None:
     assert trim([b"a\n", b"b\0", b"c\n\0", b"d\r\n", b"", b"\n", b"e\n\n"]) == [
         b"a", b"b", b"c", b"d\r", b"", b"", b"e\n"
     ]  # fmt: skip
@@ -232,7 +232,7 @@ def test_datagrams_lose_their_newline_and_nul_only() -> None:
 
 
 @pytest.mark.parametrize("frame", [line, counted])
-def test_no_message_of_a_usual_stream_is_handled_by_itself(
+def test_usual_stream_needs_no_step_per_message(
     frame: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message = b"<34>1 2026-08-14T09:00:00Z host app 123 - - " + b"x" * 50

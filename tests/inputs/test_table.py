@@ -65,7 +65,7 @@ def subjects(events: list[Event]) -> list[str]:
     return sorted(json.loads(event.value or b"")["subject"] for event in events)
 
 
-def test_what_fires_is_published_and_then_acked(
+def test_fired_events_are_published_and_acked(
     host: Node, database: Database, tmp_path: Path
 ) -> None:
     queue = enqueue(database, 3, body=b"\xff", fire_at=1_700_000_000_000_001_000)
@@ -79,7 +79,7 @@ def test_what_fires_is_published_and_then_acked(
     assert first.headers == {"event_id": "1"}
 
 
-def test_columns_become_what_the_settings_say(
+def test_settings_map_columns_to_key_value_and_headers(
     host: Node, database: Database, tmp_path: Path
 ) -> None:
     enqueue(database, 1, body=b"raw \xff", event_group="g", priority=4)
@@ -90,7 +90,7 @@ def test_columns_become_what_the_settings_say(
     assert event.headers == {"group": "g", "who": "0", "urgency": "4"}
 
 
-def test_a_full_queue_costs_no_attempts(host: Node, database: Database, tmp_path: Path) -> None:
+def test_full_queue_counts_no_attempts(host: Node, database: Database, tmp_path: Path) -> None:
     queue = enqueue(database, 35)
     narrow = host.queue("narrow")  # room for 10
     got: list[bytes | None] = []
@@ -103,7 +103,7 @@ def test_a_full_queue_costs_no_attempts(host: Node, database: Database, tmp_path
     assert len(set(got)) == len(got) == 35
 
 
-def test_an_event_that_never_fits_is_a_dead_letter_of_the_table(
+def test_event_too_large_for_the_queue_is_dead_in_the_table(
     host: Node, database: Database, tmp_path: Path
 ) -> None:
     large = 1024
@@ -117,7 +117,7 @@ def test_an_event_that_never_fits_is_a_dead_letter_of_the_table(
     assert "can never fit" in queue.peek("dead")[0]["last_error"]
 
 
-def test_who_dies_before_the_ack_has_it_fired_again(
+def test_crash_before_the_ack_fires_the_event_again(
     host: Node, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = enqueue(database, 2)
@@ -133,7 +133,7 @@ def test_who_dies_before_the_ack_has_it_fired_again(
 
 
 @pytest.mark.parametrize("fault", [StorageFailed, AckPending])
-def test_a_disk_that_fails_or_is_slow_loses_nothing(
+def test_failing_or_slow_disk_loses_no_event(
     host: Node,
     database: Database,
     tmp_path: Path,
@@ -159,7 +159,7 @@ def test_a_disk_that_fails_or_is_slow_loses_nothing(
     assert subjects(arrived(host.queue("main"), 3)) == ["s0", "s1", "s2"]
 
 
-def test_rows_that_go_in_in_pieces_are_acked_only_as_far_as_they_went(
+def test_partly_published_rows_are_acked_only_where_published(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The queue is full, and its events are not safe yet when the wait for room is over."""
@@ -184,7 +184,7 @@ def test_rows_that_go_in_in_pieces_are_acked_only_as_far_as_they_went(
     assert got == {f"s{n}" for n in range(20)}
 
 
-def test_it_waits_for_a_table_that_is_made_later(
+def test_missing_table_is_awaited(
     host: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running(host, tmp_path), connect(f"sqlite:///{tmp_path}/shop.db") as database:
@@ -196,7 +196,7 @@ def test_it_waits_for_a_table_that_is_made_later(
         arrived(host.queue("main"), 1)
 
 
-def test_a_wrong_column_is_named(
+def test_wrong_column_is_named_in_the_log(
     host: Node, database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue = enqueue(database, 1)
@@ -205,7 +205,7 @@ def test_a_wrong_column_is_named(
     assert queue.counts()["to_be_fired"] == 1
 
 
-def test_all_shards_are_served(host: Node, tmp_path: Path) -> None:
+def test_events_of_all_shards_are_published(host: Node, tmp_path: Path) -> None:
     shards = [
         {"url": f"sqlite:///{tmp_path}/{name}.db", "range": part}
         for name, part in (("a", "-80"), ("b", "80-"))

@@ -27,7 +27,7 @@ def bound(host: Node, path: Path, **knobs: Any) -> Iterator[UnixInput]:
         source.stop(10.0)
 
 
-def test_logger_is_understood(host: Node, tmp_path: Path) -> None:
+def test_logger_messages_are_published(host: Node, tmp_path: Path) -> None:
     path = tmp_path / "log"
     with bound(host, path, credentials=True, mode="0600") as source:
         assert source.address == f"unix://{path}"
@@ -51,7 +51,7 @@ def test_without_credentials_the_source_is_the_path(host: Node, tmp_path: Path) 
     assert {event.source for event in events} == {str(tmp_path / "log")}
 
 
-def test_what_was_sent_is_persisted_when_stop_returns(host: Node, tmp_path: Path) -> None:
+def test_stop_persists_sent_messages(host: Node, tmp_path: Path) -> None:
     with bound(host, tmp_path / "log", flow="full") as source:
         say(tmp_path / "log", *[b"<13>hello"] * 3_000)
         source.stop(20.0)
@@ -59,14 +59,14 @@ def test_what_was_sent_is_persisted_when_stop_returns(host: Node, tmp_path: Path
     values_in(host.queue("main"), 3_000)
 
 
-def test_a_full_queue_drops_and_counts(host: Node, tmp_path: Path) -> None:
+def test_full_queue_drops_and_counts(host: Node, tmp_path: Path) -> None:
     with bound(host, tmp_path / "log", queue="narrow", ack="accepted") as source:
         say(tmp_path / "log", *[b"<13>hello"] * 30)
         wait_until(lambda: source.counters.events + source.counters.dropped == 30)
         assert source.counters.events == 10
 
 
-def test_a_message_larger_than_can_be_is_cut_and_counted(host: Node, tmp_path: Path) -> None:
+def test_too_long_message_is_cut_and_counted(host: Node, tmp_path: Path) -> None:
     with bound(host, tmp_path / "log", max_message_bytes="64Ki") as source:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
@@ -76,7 +76,7 @@ def test_a_message_larger_than_can_be_is_cut_and_counted(host: Node, tmp_path: P
 
 
 @pytest.mark.parametrize("credentials", [False, True])
-def test_files_that_are_sent_along_do_not_stay_open(
+def test_attached_descriptors_do_not_stay_open(
     host: Node, tmp_path: Path, credentials: bool
 ) -> None:
     """Or anybody who may log could use up what the node may have open."""
@@ -92,7 +92,7 @@ def test_files_that_are_sent_along_do_not_stay_open(
         assert len(os.listdir("/proc/self/fd")) < before + 20
 
 
-def test_a_socket_left_behind_is_replaced(host: Node, tmp_path: Path) -> None:
+def test_stale_socket_is_replaced(host: Node, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stale:
         stale.bind(str(tmp_path / "log"))
     with bound(host, tmp_path / "log"):
@@ -100,7 +100,7 @@ def test_a_socket_left_behind_is_replaced(host: Node, tmp_path: Path) -> None:
         values_in(host.queue("main"), 1)
 
 
-def test_a_socket_in_use_or_a_file_is_not_touched(host: Node, tmp_path: Path) -> None:
+def test_socket_in_use_or_a_file_is_not_replaced(host: Node, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
     for name, words in (("file", "not a socket"), ("log", "in use"), ("no/such", "No such file")):
         with (

@@ -15,7 +15,7 @@ PIECES = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff"])
 
 
 @given(PIECES)
-def test_lines_are_those_of_a_plain_split(body: bytes) -> None:
+def test_body_lines_equal_a_plain_split(body: bytes) -> None:
     *ended, last = body.split(b"\n")
     plain = [*(line.removesuffix(b"\r") for line in ended), last]
     for cut in (split_body_lines, _split_long_body):
@@ -24,7 +24,7 @@ def test_lines_are_those_of_a_plain_split(body: bytes) -> None:
         assert found.to_pylist() == [line for line in plain if line]
 
 
-def test_long_bodies_are_cut_like_short_ones() -> None:
+def test_long_body_is_split_like_a_short_one() -> None:
     body = b"one\r\n\ntwo\n" * 1000
     assert split_body_lines(body).to_pylist() == [b"one", b"two"] * 1000
 
@@ -36,7 +36,7 @@ VALUES = st.recursive(
 
 
 @given(st.lists(VALUES, max_size=5), st.sampled_from([None, 1]), st.booleans())
-def test_elements_of_an_array_come_as_they_were_written(
+def test_array_elements_are_kept_as_written(
     elements: list[object], indent: int | None, ascii_only: bool
 ) -> None:
     body = json.dumps(elements, indent=indent, ensure_ascii=ascii_only).encode()
@@ -47,7 +47,7 @@ def test_elements_of_an_array_come_as_they_were_written(
 
 
 @given(VALUES.filter(lambda value: not isinstance(value, list)))
-def test_a_value_that_is_no_array_comes_whole(value: object) -> None:
+def test_json_value_without_array_is_kept_whole(value: object) -> None:
     body = json.dumps(value, indent=1).encode()
     assert split_json_array(b" " + body + b"\n").to_pylist() == [body]
 
@@ -56,12 +56,12 @@ def test_a_value_that_is_no_array_comes_whole(value: object) -> None:
     "body",
     [b"", b"[", b"[1", b"[1,", b"[1,]", b"[,]", b"[1 2]", b"[1] 2", b"[1]]", b"{", b"\xff", b"x"],
 )
-def test_what_is_not_json_is_refused(body: bytes) -> None:
+def test_body_that_is_not_json_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError, match="not JSON"):
         split_json_array(body)
 
 
-def test_bulk_documents_come_as_they_were_written() -> None:
+def test_bulk_documents_are_kept_as_written() -> None:
     body = b'{"index": {"_id": 7}}\r\n{"a":  1.50}\r\n\r\n{"delete": {"_index": "b", "_id": "x"}}'
     first, second = parse_bulk(body, "a")
     assert first[:4] == ("index", "a", "7", b'{"a":  1.50}')

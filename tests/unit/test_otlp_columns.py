@@ -139,7 +139,7 @@ def events(seed: int) -> tuple[list[bytes], list[str]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_decoding_by_the_column_agrees_with_protobuf(seed: int) -> None:
+def test_column_decoder_agrees_with_protobuf(seed: int) -> None:
     values, signals = events(seed)
     # A slice: the batch's buffers hold more than the batch.
     whole = pa.array([b"before", *values], pa.binary()).slice(1)
@@ -203,7 +203,7 @@ def micros(moment: Any) -> int:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_damaged_events_are_refused_or_read_and_harm_no_other(seed: int) -> None:
+def test_damaged_events_do_not_affect_others(seed: int) -> None:
     values, signals = events(seed)
     choice = random.Random(seed)
     damaged = []
@@ -224,7 +224,7 @@ def test_damaged_events_are_refused_or_read_and_harm_no_other(seed: int) -> None
             check(Signal(signal), value, row)
 
 
-def test_what_is_no_single_record_says_so() -> None:
+def test_event_without_exactly_one_record_has_a_parse_error() -> None:
     choice = random.Random(1)
     several = request_of(Signal.LOGS, choice, 3).SerializeToString()
     none = request_of(Signal.LOGS, choice, 0).SerializeToString()
@@ -238,7 +238,7 @@ def test_what_is_no_single_record_says_so() -> None:
     assert "header `signal`" in found[5]
 
 
-def test_a_batch_of_nothing_has_the_columns() -> None:
+def test_empty_batch_has_all_columns() -> None:
     found = decode_columns(pa.array([], pa.binary()), pa.array([], pa.string()))
     assert [field.name for field in found.type] == list(COLUMNS)
     assert len(found) == 0

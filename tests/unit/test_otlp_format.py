@@ -64,7 +64,7 @@ def flat(request: ExportLogsServiceRequest) -> list[tuple[Any, ...]]:
 
 
 @given(logs_requests(), st.sampled_from(SplitUnit))
-def test_events_hold_what_the_request_held_and_can_be_joined(
+def test_split_events_join_to_the_request(
     request: ExportLogsServiceRequest, unit: SplitUnit
 ) -> None:
     block = build_request_block(Signal.LOGS, request, "here", unit)
@@ -80,7 +80,7 @@ def test_events_hold_what_the_request_held_and_can_be_joined(
         ]
 
 
-def test_a_whole_request_is_as_severe_as_its_worst_record() -> None:
+def test_whole_request_has_the_severity_of_its_worst_record() -> None:
     request = ExportLogsServiceRequest()
     scope = request.resource_logs.add().scope_logs.add()
     for number in (0, 9, 17, 13):
@@ -94,7 +94,7 @@ def test_a_whole_request_is_as_severe_as_its_worst_record() -> None:
     [(0, None), (1, 7), (8, 7), (9, 6), (10, 5), (13, 4), (17, 3), (18, 2), (19, 1), (21, 0),
      (24, 0), (25, None), (-1, None)],
 )  # fmt: skip
-def test_severities_are_those_of_syslog(number: int, severity: int | None) -> None:
+def test_severity_numbers_map_to_syslog_severities(number: int, severity: int | None) -> None:
     assert get_syslog_severity(number) == severity
 
 
@@ -116,12 +116,12 @@ def test_keys_are_trace_ids_and_metric_names() -> None:
 
 
 @given(st.integers(0, 2**63 - 1))
-def test_numbers_are_written_as_protobuf_writes_them(number: int) -> None:
+def test_varints_equal_those_of_protobuf(number: int) -> None:
     code = number % 2**31
     assert b"\x08" + encode_varint(code) == (Status(code=code).SerializeToString() or b"\x08\x00")
 
 
-def test_refusals_are_read_by_googles_own_messages() -> None:
+def test_status_is_readable_by_googles_messages() -> None:
     found = Status.FromString(encode_status(8, "full", details=encode_retry_info(1.25)))
     info = RetryInfo()
     assert found.details[0].Unpack(info)
@@ -129,13 +129,13 @@ def test_refusals_are_read_by_googles_own_messages() -> None:
     assert (info.retry_delay.seconds, info.retry_delay.nanos) == (1, 250_000_000)
 
 
-def test_what_is_no_request_is_malformed() -> None:
+def test_body_that_is_not_a_request_is_malformed() -> None:
     for signal in Signal:
         with pytest.raises(Malformed, match="Export"):
             decode(signal, b"\xff")
 
 
-def test_a_large_resource_is_not_written_for_ever_so_many_records() -> None:
+def test_large_resource_repeated_for_many_records_is_refused() -> None:
     """A few megabytes would else become terabytes."""
     request = ExportLogsServiceRequest()
     resource = request.resource_logs.add()

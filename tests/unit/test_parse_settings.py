@@ -27,7 +27,7 @@ def why(given: Any) -> str:
     return str(convert_validation_error(caught.value, ParseSettings.model_fields))
 
 
-def test_a_word_stands_for_its_format() -> None:
+def test_bare_word_is_the_format() -> None:
     assert ParseSettings.model_validate("syslog").format is Format.SYSLOG
     assert ParseSettings.model_validate(None).format is Format.NONE
     assert ParseSettings().on_error is OnError.KEEP
@@ -59,11 +59,11 @@ def test_a_word_stands_for_its_format() -> None:
         ({"format": "syslog", "on_eror": "dead"}, "on_eror: there is no such knob; did you mean"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(given: Any, message: str) -> None:
+def test_wrong_setting_is_named(given: Any, message: str) -> None:
     assert message in why(given)
 
 
-def test_columns_of_json_are_paths_with_types() -> None:
+def test_json_columns_have_paths_and_types() -> None:
     columns = {
         "status": "http.status::int",
         "first": "items[0].name",
@@ -89,12 +89,14 @@ def test_columns_of_json_are_paths_with_types() -> None:
         (r"(?i)(?<a>x)0\k<a>0", r"(?i)(x)0(?:\1)0", {"a": 1}),
     ],
 )
-def test_names_become_numbers(pattern: str, plain: str, numbers: dict[str, int]) -> None:
+def test_named_groups_become_numbered_groups(
+    pattern: str, plain: str, numbers: dict[str, int]
+) -> None:
     assert GroupedPattern.of(pattern) == GroupedPattern(plain, numbers)
 
 
 @given(st.text(alphabet="ab()[]\\?<>=!:*+^QEk-", max_size=20))
-def test_no_pattern_breaks_the_reader(pattern: str) -> None:
+def test_random_pattern_is_parsed_or_refused(pattern: str) -> None:
     try:
         grouped = GroupedPattern.of(pattern)
     except BadPattern:
@@ -103,11 +105,11 @@ def test_no_pattern_breaks_the_reader(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["payload", "Payload", "turnlane_row", "Turnlane_x", "offset"])
-def test_no_column_is_called_as_one_that_lanes_make(name: str) -> None:
+def test_column_with_a_name_of_lanes_is_refused(name: str) -> None:
     with pytest.raises(ValidationError, match=f"columns.{name}"):
         ParseSettings.model_validate({"format": "json", "columns": {name: "a"}})
 
 
-def test_columns_may_be_called_as_nothing_is_any_more() -> None:
+def test_names_of_former_columns_are_allowed() -> None:
     columns = dict.fromkeys(("routes", "direct", "hollows", "event_row"), "a")
     assert ParseSettings.model_validate({"format": "json", "columns": columns}).columns == columns
