@@ -1,4 +1,4 @@
-"""The section ``delivery`` of an action: what it gives, what it refuses, and where."""
+"""Does the section ``delivery`` of an action reach its lane, and are contradictions refused?"""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ FILE = "output: {type: file, path: out}"
 SINK = "{type: spark, format: csv}"
 
 
-def actions(*lines: str, more: str = "") -> str:
-    """A configuration whose third line is the first of the actions."""
+def write_actions(*lines: str, more: str = "") -> str:
+    """Return a configuration whose third line is the first action."""
     return "node: {data: d}\nactions:\n" + "".join(f"  - {line}\n" for line in lines) + more
 
 
-def fault_of(text: str) -> str:
+def get_issue(text: str) -> str:
     with pytest.raises(ConfigFileError) as caught:
         loads(text, "c.yaml", {})
-    (fault,) = str(caught.value).splitlines()
-    return fault
+    (issue,) = str(caught.value).splitlines()
+    return issue
 
 
 def test_settings_reach_the_action_with_the_second_output_checked() -> None:
     failover = "failover: {output: {type: file, path: second}, after: 5m}"
     delivery = f"delivery: {{ordering: key, backoff: 200ms, batch_bytes: 64Ki, {failover}}}"
-    (action,) = loads(actions(f"{{name: a, queue: disk, {delivery}, {FILE}}}")).actions
+    (action,) = loads(write_actions(f"{{name: a, queue: disk, {delivery}, {FILE}}}")).actions
     assert action.delivery.ordering is Ordering.KEY
     assert (action.delivery.backoff, action.delivery.batch_bytes) == (0.2, 65536)
     assert action.delivery.failover is not None
@@ -40,9 +40,9 @@ def test_settings_reach_the_action_with_the_second_output_checked() -> None:
     assert again.delivery.failover.output["path"] == "second"
 
 
-def test_nothing_said_is_the_usual() -> None:
+def test_empty_delivery_section_has_the_defaults() -> None:
     lines = [f"{{name: {name}, {FILE}{more}}}" for name, more in (("a", ""), ("b", ", delivery: "))]
-    one, other = loads(actions(*lines)).actions
+    one, other = loads(write_actions(*lines)).actions
     assert one.delivery == other.delivery
 
 
@@ -53,19 +53,19 @@ def test_nothing_said_is_the_usual() -> None:
         ("delivery: {batch_events: 7, max_concurrency: 3}, ", (7, 8 << 20, 3)),
         (f"delivery: {{failover: {{{FILE}}}}}, ", (1000, 1 << 20, 32)),
     ],
-    ids=["nothing said", "said", "with a second output"],
+    ids=["defaults", "own settings", "with a second output"],
 )
-def test_a_file_takes_more_at_a_time_unless_something_else_is_said(
+def test_file_output_has_larger_batches_unless_the_settings_differ(
     more: str, batch: tuple[int, int, int]
 ) -> None:
-    (action,) = loads(actions(f"{{name: a, queue: disk, {more}{FILE}}}")).actions
+    (action,) = loads(write_actions(f"{{name: a, queue: disk, {more}{FILE}}}")).actions
     delivery = build_lane_step(action).delivery
     assert (delivery.batch_events, delivery.batch_bytes, delivery.max_concurrency) == batch
 
 
-def test_the_main_lane_has_steps_for_those_it_calls_itself() -> None:
+def test_main_lane_has_steps_for_the_actions_that_it_calls() -> None:
     config = loads(
-        actions(
+        write_actions(
             "{name: noise, filter: severity = 7, output: {type: discard}}",
             f"{{name: direct, {FILE}}}",
             f"{{name: instead, delivery: {{only_when_suspended: true}}, {FILE}}}",
@@ -80,7 +80,7 @@ def test_the_main_lane_has_steps_for_those_it_calls_itself() -> None:
     assert list(steps) == ["direct", "instead", "tried", "spare"]
     assert steps["direct"].rereads
     assert steps["tried"].queue == "tried"
-    assert not steps["tried"].rereads, "its letters go back into its own queue"
+    assert not steps["tried"].rereads, "its dead letters go back into its own queue"
     assert steps["spare"].output is None
     assert steps["spare"].only_when_suspended
     assert {step.dead_letters for step in steps.values()} == {f"{name}.dead" for name in steps}
@@ -90,7 +90,7 @@ SUSPENDED = "delivery: {only_when_suspended: true}"
 
 
 @pytest.mark.parametrize(
-    ("lines", "fault"),
+    ("lines", "issue"),
     [
         ([f"{{name: a, {SUSPENDED}, {FILE}}}"], "3:47: actions[0].delivery.only_when_suspended: "),
         (
@@ -129,11 +129,13 @@ SUSPENDED = "delivery: {only_when_suspended: true}"
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_place(lines: list[str], fault: str) -> None:
-    assert fault in fault_of(actions(*lines))
+def test_contradictory_delivery_settings_are_refused_with_their_position(
+    lines: list[str], issue: str
+) -> None:
+    assert issue in get_issue(write_actions(*lines))
 
 
-def test_the_queue_of_dead_letters_has_its_knobs_among_the_queues() -> None:
+def test_dead_letter_queue_takes_its_settings_from_queues() -> None:
     more = "queues: {a.dead: {max_bytes: 1Gi}}\n"
-    config = loads(actions(f"{{name: a, {FILE}}}", more=more))
+    config = loads(write_actions(f"{{name: a, {FILE}}}", more=more))
     assert config.knobs()["a.dead"]["max_bytes"] == 1 << 30

@@ -331,7 +331,7 @@ class FileOutput(Output):
             return
         with self._cleanups_lock:
             self._cleanups = [each for each in self._cleanups if each.is_alive()]
-            cleanup = start_thread("turnlane-tidier", self._cleaner.run, self._get_path)
+            cleanup = start_thread("turnlane-file-cleanup", self._cleaner.run, self._get_path)
             self._cleanups.append(cleanup)
 
 

@@ -76,7 +76,7 @@ class ShardWriter(Closeable):
             )
 
     def write(self, rows: TableRows, numbers: Offsets) -> None:
-        """Schedule the rows with these numbers, except those that were delivered before.
+        """Schedule the rows with these numbers, except rows that were delivered before.
 
         The record gets all rows, also of other shards, because it needs fewer ranges then.
         """
