@@ -1,4 +1,4 @@
-"""The clock, passed in wherever time matters, so that tests can turn its hands."""
+"""The clock. Code that depends on time gets it as an argument, and tests pass one they control."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import time
 class Clock:
     """Wall time for timestamps, monotonic time for everything that waits.
 
-    Nothing that decides about durability or delivery looks at the wall clock, so a clock that
-    jumps changes timestamps and the dequeue window and nothing else.
+    Durability and delivery never depend on the wall clock. A jump of the wall clock changes
+    timestamps and the dequeue window, nothing else.
     """
 
     def time_ns(self) -> int:
-        """Nanoseconds since the epoch."""
+        """Return nanoseconds since the epoch."""
         return time.time_ns()
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary moment, never going back."""
+        """Return seconds since an arbitrary moment; they never go back."""
         return time.monotonic()
 
 
 class BootClock(Clock):
-    """Its monotonic time goes on while the machine sleeps, where the system has such a clock.
+    """A clock whose monotonic time also runs while the machine sleeps, if the system has one.
 
-    Whoever holds something until a time by somebody else's clock needs it: a machine that was
-    asleep for an hour must not think that no time has passed.
+    A lease needs it: its end counts by the clock of another machine, and after an hour of sleep a
+    holder must not believe that no time has passed.
     """
 
     def monotonic(self) -> float:
-        return time.clock_gettime(_AWAKE_OR_NOT)
+        return time.clock_gettime(_BOOT_TIME)
 
 
-_AWAKE_OR_NOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_BOOT_TIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 SYSTEM_CLOCK = Clock()
 BOOT_CLOCK = BootClock()

@@ -1,17 +1,17 @@
-"""The error tree, drawn so that a caller can tell what to do next.
+"""The error tree: the class of an error tells the caller what to do next.
 
 TurnlaneError
 ├── RetryLater             nothing is lost; the same call may succeed later
 │   ├── QueueFull          no room within the time allowed
-│   ├── NumbersMissing     too many gaps in a producer's numbers; send what is missing first
+│   ├── NumbersMissing     too many gaps in a producer's numbers; send the missing ones first
 │   ├── QueueEmpty         nothing to read within the time allowed
 │   ├── AckNotStored       done() could not be recorded; the batch is still yours
-│   ├── AckPending         published, but not at its level in time; do not publish it again
-│   ├── StorageFailed      the disk did not read or write; what it held is still there
+│   ├── AckPending         published, but its level was not reached in time; do not publish again
+│   ├── StorageFailed      the disk did not read or write; its data is still there
 │   ├── DirectoryLocked    another process holds the queue's directory
 │   ├── AddressTaken       another process listens there; names the knob
 │   ├── TransportDown      the node cannot be reached
-│   ├── DatabaseDown       the database does not answer; what was committed is still there
+│   ├── DatabaseDown       the database does not answer; committed data is still there
 │   ├── DatabaseReadOnly   the database takes no writes now
 │   ├── LeadLost           another manager leads; this one changed nothing
 │   └── ReshardUnderWay    the queue table's shards are being changed in another way
@@ -19,7 +19,7 @@ TurnlaneError
 │   ├── EventsLost         accepted events could not be written before the queue was closed
 │   ├── QueueClosed        the queue takes or gives no more events
 │   ├── EventTooLarge      the event can never fit
-│   ├── PayloadTooLarge    the destination would take fewer events at a time
+│   ├── PayloadTooLarge    the destination takes only smaller requests
 │   ├── SchemaMismatch     a column has another type than the queue's
 │   ├── NoSuchQueue        the node has no queue of this name
 │   ├── QueueExists        the node has a queue of this name, with other settings
@@ -28,8 +28,8 @@ TurnlaneError
 │   ├── NoSuchStream       the receiver's stream is over; its events fire elsewhere
 │   ├── NoSuchStage        the staged blocks were committed, given up, or never finished
 │   ├── NoSuchBreaker      no task has delivered for an action of this name
-│   ├── LaneTaken          the lane was started anew elsewhere: this run of it is over
-│   ├── WriterAhead        the writer has written later batches: this one is no repeat of theirs
+│   ├── LaneTaken          the lane was started again elsewhere: this run has to end
+│   ├── WriterAhead        the writer has written later batches: this batch is not a repeat
 │   ├── NotAllowed         the token, or the lack of one, does not give the right to do that
 │   ├── NotSupported       this kind of queue does not do that
 │   ├── ConfigError        a setting is wrong; names the knob
@@ -39,7 +39,7 @@ TurnlaneError
 │   └── DirectoryUnusable  the directory cannot be written
 ├── PartlyDelivered        the destination took some events of a block; says which it did not
 └── Bug                    turnlane, or the code calling it, is wrong
-    └── BatchFreed         the contents were given up with free()
+    └── BatchFreed         the contents were released with free()
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ class TurnlaneError(Exception):
 
 
 class RetryLater(TurnlaneError):
-    """Nothing is lost; the same call may succeed later. ``after`` hints when, in seconds.
+    """Nothing is lost; the same call may succeed later. ``after`` is a hint when, in seconds.
 
-    Said of some events of several, ``alone`` means that others may fare better now. ``kind`` is
-    what went wrong in a word, for metrics: ``timeout``, ``rate_limit``, ``network``, ``auth`` …
+    If the error concerns some events of a block, ``alone`` means that the others may succeed now.
+    ``kind`` is the cause in one word, for metrics: ``timeout``, ``rate_limit``, ``network``,
+    ``auth`` …
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class RetryLater(TurnlaneError):
 class QueueFull(RetryLater):
     """The queue had no room within the time allowed.
 
-    ``accepted`` says how many events of a block went in before, those included that the queue's
-    policy dropped: the first ones, which need not come again. If they are ``pending``, some of them
+    ``accepted`` is the number of events at the start of the block that the queue took, including
+    those that its policy dropped: do not publish them again. If ``pending`` is true, some of them
     have not reached the producer's level yet; ``flush()`` waits for that.
     """
 
@@ -85,23 +86,23 @@ class QueueFull(RetryLater):
 
 
 class NumbersMissing(RetryLater):
-    """A producer has left out too many numbers: the missing ones have to come first.
+    """There are too many gaps in the numbers of a producer: send the missing numbers first.
 
-    ``missing`` has the lowest of them as ranges, the number after the last of each included.
+    ``missing`` has the lowest gaps as ranges ``(first, end)``; ``end`` is not missing.
     """
 
     missing: Sequence[tuple[int, int]] = ()
 
     @classmethod
     def of(cls, queue: str, gaps: Sequence[tuple[int, int]]) -> NumbersMissing:
-        """That a producer of a queue has these gaps in its numbers."""
+        """Return the error for a producer with these gaps in its numbers."""
         shown = gaps[:8]
         numbers = ", ".join(
             f"{first}" if end - first == 1 else f"{first} to {end - 1}" for first, end in shown
         )
         error = cls(
             f"queue {queue!r} has {len(gaps)} gaps in the numbers of this producer, and takes no "
-            f"further one; missing are {numbers}{' …' if len(gaps) > len(shown) else ''}"
+            f"further gap; missing are {numbers}{' …' if len(gaps) > len(shown) else ''}"
         )
         error.missing = shown
         return error
@@ -112,7 +113,7 @@ class QueueEmpty(RetryLater):
 
 
 class AckNotStored(RetryLater):
-    """``done()`` could not be recorded. The batch is still the caller's: call ``done()`` again."""
+    """``done()`` could not be recorded. The batch still belongs to the caller: call it again."""
 
 
 class AckPending(RetryLater):
@@ -128,7 +129,7 @@ class DirectoryLocked(RetryLater):
 
 
 class AddressTaken(RetryLater):
-    """Another process listens on the address, perhaps one about to end; ``knob`` names it."""
+    """Another process listens on the address, which the setting ``knob`` has."""
 
     def __init__(self, knob: str, message: str) -> None:
         super().__init__(f"{knob}: {message}")
@@ -140,15 +141,15 @@ class TransportDown(RetryLater):
 
 
 class DatabaseDown(RetryLater):
-    """The database does not answer, or ended the connection. What was committed is there."""
+    """The database does not answer, or ended the connection. Committed data is still there."""
 
 
 class DatabaseReadOnly(RetryLater):
-    """The database takes no writes: a replica, or one that is being moved."""
+    """The database takes no writes: it is a replica, or it is being moved."""
 
 
 class LeadLost(RetryLater):
-    """Another manager leads the shard; the write of this one was refused, and changed nothing."""
+    """Another manager leads the shard; the write was refused and changed nothing."""
 
 
 class ReshardUnderWay(RetryLater):
@@ -172,7 +173,7 @@ class EventTooLarge(Never):
 
 
 class PayloadTooLarge(Never):
-    """The destination refused the size of what it was sent; fewer events at a time may do."""
+    """The destination refused the size of the request; fewer events at a time may succeed."""
 
 
 class SchemaMismatch(Never):
@@ -184,7 +185,7 @@ class NoSuchQueue(Never):
 
 
 class QueueExists(Never):
-    """The node has a queue of this name already, and its settings are not those asked for."""
+    """The node has a queue of this name already, with other settings."""
 
 
 class NoSuchSchedule(Never):
@@ -196,7 +197,7 @@ class NoSuchLease(Never):
 
 
 class NoSuchStream(Never):
-    """The stream of a queue table's receiver is over: what it did not ack fires elsewhere."""
+    """The stream of a queue table's receiver is over: its unacked events fire elsewhere."""
 
 
 class NoSuchStage(Never):
@@ -208,21 +209,21 @@ class NoSuchBreaker(Never):
 
 
 class LaneTaken(Never):
-    """The lane was started anew, here or elsewhere; the run that hears this is over."""
+    """The lane was started again, here or elsewhere; the run that gets this error has to end."""
 
 
 class WriterAhead(Never):
-    """The writer has written later batches than this one, which is no repeat of theirs.
+    """The writer has written later batches than this one, and this one is not a repeat.
 
-    Its checkpoint was replaced by another one, whose batches are numbered from 0 again.
+    Its checkpoint was replaced, and the batches of the new checkpoint start from 0 again.
     """
 
     @classmethod
     def of(cls, writer: str, last: int, batch: int) -> WriterAhead:
-        """That a writer has come to a batch with batches behind it already."""
+        """Return the error for a writer that has written batch ``last`` and now gets ``batch``."""
         return cls(
-            f"the writer {writer!r} has written batch {last} before, and now comes to batch "
-            f"{batch}: bring its checkpoint back, or give the query another writerId"
+            f"the writer {writer!r} has written batch {last} before, and now has batch {batch}: "
+            "restore its checkpoint, or give the query another writerId"
         )
 
 
@@ -230,7 +231,7 @@ class NotAllowed(Never):
     """The token, or the lack of one, does not give the right to do that."""
 
     known = False
-    """Whether the token is a valid one that merely lacks the right."""
+    """Whether the token is valid and only lacks the right."""
 
 
 class NotSupported(Never):
@@ -267,7 +268,7 @@ class DirectoryUnusable(Never):
 
 
 class PartlyDelivered(TurnlaneError):
-    """The destination took the events of a block but for ``failures``: row numbers and why."""
+    """The destination took a block except for ``failures``: row numbers and their errors."""
 
     def __init__(self, failures: Mapping[int, TurnlaneError]) -> None:
         super().__init__(f"{len(failures)} events were refused: {next(iter(failures.values()))}")
@@ -279,4 +280,4 @@ class Bug(TurnlaneError):
 
 
 class BatchFreed(Bug):
-    """The batch's contents were given up with ``free()``; they cannot be read or released."""
+    """The batch's contents were released with ``free()``; they cannot be read or given back."""

@@ -1,4 +1,4 @@
-"""What flows: events, and the blocks (Arrow record batches) in which they are stored and moved."""
+"""Events, and the blocks (Arrow record batches) in which they are stored and moved."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _BASE_FIELDS: list[pa.Field[Any]] = [
     pa.field("source", pa.string()),
 ]
 BASE_SCHEMA = pa.schema(_BASE_FIELDS)
-"""The columns every event has, named as Spark users know them."""
+"""The columns that every event has, with the names that Spark users know."""
 _WITHOUT_TIME = [field.name for field in _BASE_FIELDS if field.name != "timestamp"]
 
 EVENT_OVERHEAD = 16
-"""What an event costs beside its bytes: its timestamp, its severity and Arrow's offset."""
+"""The bytes of an event in addition to its text: timestamp, severity and Arrow's offset."""
 
 _HEADER_OVERHEAD = 8
-"""What a header costs beside its name and its text."""
+"""The bytes of a header in addition to its name and text."""
 
 MAX_BLOCK_BYTES = 1 << 30
 """Arrow's binary column addresses 2 GiB; half of that leaves room for the other columns."""
 
 
 class Event(NamedTuple):
-    """One event, as a consumer sees it row by row. Hot paths use blocks instead."""
+    """One event, for consumers that read row by row. Hot paths use blocks instead."""
 
     value: bytes | None
     key: str | None = None
@@ -51,7 +51,7 @@ class Event(NamedTuple):
 
 
 def build_values(values: Sequence[bytes]) -> pa.Array[Any]:
-    """A binary column from Python bytes, about ten times faster than ``pa.array``."""
+    """Return a binary column of Python bytes, about ten times faster than ``pa.array``."""
     count = len(values)
     ends = np.zeros(count + 1, dtype=np.int32)
     np.cumsum(np.fromiter(map(len, values), dtype=np.int32, count=count), out=ends[1:])
@@ -69,7 +69,7 @@ def block_of(
     severities: Sequence[int | None] | None = None,
     sources: Sequence[str | None] | None = None,
 ) -> Block:
-    """A block from columns of Python values; a column left out is null, the time apart: now."""
+    """Return a block from columns of Python values. Missing columns are null, times are now."""
     count = len(values)
     if timestamps is None:
         timestamps = time.time_ns() // 1000
@@ -103,7 +103,7 @@ def _column(values: Any, kind: Any, count: int) -> pa.Array[Any]:  # noqa: ANN40
 
 
 def prepare_block(block: Block, time_ns: Callable[[], int]) -> Block:
-    """The block, checked and ready to be queued: base columns typed right, a timestamp for all."""
+    """Return the block ready for a queue: base columns of the right type, a timestamp for all."""
     names = block.schema.names
     if len(set(names)) != len(names):
         msg = f"columns {names} are not unique"
@@ -125,7 +125,7 @@ def prepare_block(block: Block, time_ns: Callable[[], int]) -> Block:
 
 
 def add_timestamps(block: Block, time_ns: Callable[[], int]) -> Block:
-    """The block with a timestamp for every event: now, where it has none."""
+    """Return the block with a timestamp for every event: now, where it has none."""
     at = block.schema.get_field_index("timestamp")
     if at >= 0 and not block.column(at).null_count:
         return block
@@ -140,14 +140,14 @@ def add_timestamps(block: Block, time_ns: Callable[[], int]) -> Block:
 
 
 def _can_be_kept(kind: pa.DataType) -> bool:
-    """Dictionaries need more than their own frame to be read, and nulls have no type at all."""
+    """Refuse dictionaries, which need other frames to be read, and nulls, which have no type."""
     if pa.types.is_dictionary(kind) or pa.types.is_null(kind):
         return False
     return all(_can_be_kept(kind.field(index).type) for index in range(kind.num_fields))
 
 
 def conform_block(block: Block, schema: pa.Schema = BASE_SCHEMA) -> Block:
-    """The block with the schema's columns first, missing ones null, further ones kept after."""
+    """Return the block with the columns of the schema first; missing columns are null."""
     if block.schema.equals(schema):
         return block
     names = block.schema.names
@@ -169,7 +169,7 @@ def conform_block(block: Block, schema: pa.Schema = BASE_SCHEMA) -> Block:
 
 
 def cast_base_columns(block: Block, without: Collection[str] = ()) -> Block:
-    """The block with base columns of the right type, whoever made it, and some columns left out."""
+    """Return the block with base columns of the right type, without some of its columns."""
     arrays: list[pa.Array[Any]] = []
     fields: list[pa.Field[Any]] = []
     for name in block.schema.names:
@@ -185,7 +185,7 @@ def cast_base_columns(block: Block, without: Collection[str] = ()) -> Block:
 
 
 def join_blocks(blocks: Sequence[Block]) -> Block:
-    """One block from several; columns are matched by name."""
+    """Return one block from several; columns are matched by name."""
     if len(blocks) == 1:
         return blocks[0]
     first = blocks[0].schema
@@ -197,7 +197,7 @@ def join_blocks(blocks: Sequence[Block]) -> Block:
 
 
 def join_consecutive(blocks: Iterator[tuple[int, Block]], rows: int) -> Iterator[tuple[int, Block]]:
-    """Blocks with their offsets, consecutive ones joined up to ``rows``."""
+    """Return blocks with their offsets; consecutive blocks are joined up to ``rows``."""
     held: list[Block] = []
     first = end = 0
     for at, block in blocks:
@@ -213,7 +213,7 @@ def join_consecutive(blocks: Iterator[tuple[int, Block]], rows: int) -> Iterator
 
 
 def iterate_events(block: Block, first: int = 0) -> Iterator[Event]:
-    """The block's rows as events, with offsets counted from ``first``."""
+    """Return the rows of a block as events, with offsets from ``first``."""
     block = conform_block(block)
     columns = block.select(_WITHOUT_TIME).to_pydict()
     # As numbers: Arrow has more years than Python.
@@ -232,12 +232,12 @@ def iterate_events(block: Block, first: int = 0) -> Iterator[Event]:
 
 
 def get_values(blocks: Iterable[Block]) -> list[bytes]:
-    """The ``value`` column of the blocks as Python bytes; null is empty."""
+    """Return the ``value`` column of the blocks as Python bytes; null is empty."""
     return [value or b"" for block in blocks for value in block.column("value").to_pylist()]
 
 
 def get_event_sizes(block: Block) -> npt.NDArray[np.int64]:
-    """The bytes of each event, as they count against ``max_event_bytes``."""
+    """Return the bytes of each event, which count against ``max_event_bytes``."""
     sizes = np.full(block.num_rows, EVENT_OVERHEAD, np.int64)
     for column in block.columns:
         sizes += _lengths(column)
@@ -245,7 +245,7 @@ def get_event_sizes(block: Block) -> npt.NDArray[np.int64]:
 
 
 def _lengths(column: pa.Array[Any]) -> npt.NDArray[np.int64] | int:
-    """The bytes of each value; those of a fixed width are in the overhead."""
+    """Return the bytes of each value; columns of a fixed width are in the overhead."""
     kind = column.type
     if column.null_count == len(column):
         return 0

@@ -27,7 +27,7 @@ class RangeSet:
             self.add(first, end)
 
     def add(self, first: int, end: int) -> None:
-        """Add ``[first, end)``, merging it with what it overlaps or touches."""
+        """Add ``[first, end)``; merge it with ranges that it overlaps or touches."""
         if first >= end:
             return
         low = bisect_left(self._ends, first)
@@ -39,7 +39,7 @@ class RangeSet:
         self._ends[low:high] = [end]
 
     def remove(self, first: int, end: int) -> None:
-        """Take ``[first, end)`` out, cutting ranges that reach beyond it."""
+        """Remove ``[first, end)``; cut ranges that reach beyond it."""
         if first >= end:
             return
         low = bisect_right(self._ends, first)
@@ -55,7 +55,7 @@ class RangeSet:
         self._ends[low:high] = [piece[1] for piece in kept]
 
     def drop_below(self, offset: int) -> None:
-        """Forget everything below ``offset``."""
+        """Remove everything below ``offset``."""
         if self._firsts and self._firsts[0] < offset:
             self.remove(self._firsts[0], offset)
 
@@ -67,11 +67,11 @@ class RangeSet:
         return index >= 0 and self._ends[index] >= end
 
     def overlap(self, first: int, end: int) -> int:
-        """How many numbers of ``[first, end)`` are in the set."""
+        """Return how many numbers of ``[first, end)`` are in the set."""
         return sum(stop - start for start, stop in self.within(first, end))
 
     def within(self, first: int, end: int) -> list[tuple[int, int]]:
-        """The ranges of the set, cut to ``[first, end)``."""
+        """Return the ranges of the set, cut to ``[first, end)``."""
         if first >= end:
             return []
         low = bisect_right(self._ends, first)
@@ -82,7 +82,7 @@ class RangeSet:
         ]
 
     def missing(self, first: int, end: int) -> list[tuple[int, int]]:
-        """The ranges of ``[first, end)`` that are not in the set."""
+        """Return the ranges of ``[first, end)`` that are not in the set."""
         gaps: list[tuple[int, int]] = []
         for start, stop in self.within(first, end):
             if first < start:
@@ -93,14 +93,14 @@ class RangeSet:
         return gaps
 
     def end_of_run(self, offset: int) -> int:
-        """The first number at or after ``offset`` that is not in the set."""
+        """Return the first number at or after ``offset`` that is not in the set."""
         index = bisect_right(self._firsts, offset) - 1
         if index >= 0 and self._ends[index] > offset:
             return self._ends[index]
         return offset
 
     def start_of_run(self, offset: int) -> int:
-        """The first number of the range that has ``offset``; ``offset`` if none has it."""
+        """Return the first number of the range with ``offset``; ``offset`` if there is none."""
         index = bisect_right(self._firsts, offset) - 1
         if index >= 0 and self._ends[index] > offset:
             return self._firsts[index]
@@ -111,14 +111,14 @@ class RangeSet:
         return bisect_left(self._ends, first) < bisect_right(self._firsts, end)
 
     def next_after(self, offset: int) -> int | None:
-        """The first number of the set at or after ``offset``."""
+        """Return the first number of the set at or after ``offset``."""
         index = bisect_right(self._ends, offset)
         if index == len(self._firsts):
             return None
         return max(offset, self._firsts[index])
 
     def copy(self) -> RangeSet:
-        """An independent copy."""
+        """Return an independent copy."""
         clone = RangeSet()
         clone._firsts = self._firsts.copy()
         clone._ends = self._ends.copy()
@@ -126,7 +126,7 @@ class RangeSet:
 
     @property
     def total(self) -> int:
-        """How many numbers the set holds."""
+        """The number of numbers in the set."""
         return sum(self._ends) - sum(self._firsts)
 
     @property
@@ -160,19 +160,19 @@ class RangeSet:
 # Offsets as lists of spans, in order: what readers and queues tell each other. Pure.
 
 MAX_GAP: Final = 4096
-"""Spans no farther apart are read in one go: a few events too many cost less than a call."""
+"""Spans at most this far apart are read with one call: some extra events cost less."""
 
 COPY_SCHEMA: Final = pa.schema([("offset", pa.int64()), ("routes", pa.int64())])
-"""Where events are, and in bits into which queues they are to be copied."""
+"""Where events are, and one bit for each queue into which they are copied."""
 MAX_COPY_TARGETS: Final = 62
-"""So many queues have a bit, in Arrow and in Spark."""
+"""The most queues that have a bit, in Arrow and in Spark."""
 
 Span = tuple[int, int]
 """Offsets ``first`` to ``end - 1``."""
 
 
 def take_oldest(spans: Sequence[Span], events: int) -> list[Span]:
-    """As many of the first offsets of some spans."""
+    """Return the spans of the first ``count`` offsets."""
     taken: list[Span] = []
     for first, end in spans:
         if events <= 0:
@@ -183,7 +183,7 @@ def take_oldest(spans: Sequence[Span], events: int) -> list[Span]:
 
 
 def take_newest(spans: Sequence[Span], events: int) -> list[Span]:
-    """As many of the last offsets of some spans."""
+    """Return the spans of the last ``count`` offsets."""
     taken: list[Span] = []
     for first, end in reversed(spans):
         if events <= 0:
@@ -199,12 +199,12 @@ def is_overlapping(one: Span, other: Span) -> bool:
 
 
 def count_offsets(spans: Iterable[Span]) -> int:
-    """How many offsets there are in some spans."""
+    """Return how many offsets some spans have."""
     return sum(end - first for first, end in spans)
 
 
 def merge_near_spans(spans: Sequence[Span]) -> Iterator[Span]:
-    """Ranges that hold all the spans, and little else."""
+    """Return ranges that cover all spans and few other offsets."""
     first, end = spans[0]
     for start, stop in spans[1:]:
         if start - end > MAX_GAP:
@@ -215,7 +215,7 @@ def merge_near_spans(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def find_inside(spans: Sequence[Span], first: int, count: int) -> npt.NDArray[np.bool_]:
-    """Which of so many offsets from ``first`` on are in the spans; these are in order."""
+    """Return which of ``count`` offsets from ``first`` are in the spans, which are in order."""
     starts, ends = np.asarray(spans, dtype=np.int64).reshape(-1, 2).T
     offsets = np.arange(first, first + count, dtype=np.int64)
     at = np.searchsorted(ends, offsets, side="right")
@@ -224,7 +224,7 @@ def find_inside(spans: Sequence[Span], first: int, count: int) -> npt.NDArray[np
 
 
 def convert_to_spans(offsets: npt.NDArray[np.int64]) -> list[Span]:
-    """Offsets, in any order and some perhaps twice, as spans."""
+    """Return offsets, in any order and perhaps with repeats, as spans."""
     places = np.unique(offsets)
     if not len(places):
         return []

@@ -1,7 +1,7 @@
 """The hash of a key: the same for every client, in any language.
 
-The hash of a key's UTF-8 bytes b₀ … bₙ₋₁ is Σ (bᵢ + 1)·Pⁱ modulo 2⁶⁴, stirred as splitmix64 does
-it. A sum of products is what can be worked out for a whole column at once.
+The hash of a key's UTF-8 bytes b₀ … bₙ₋₁ is Σ (bᵢ + 1)·Pⁱ modulo 2⁶⁴, mixed like splitmix64. A sum
+of products can be computed for a whole column at once.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ Numbers = npt.NDArray[np.uint64]
 
 
 def hash_key(key: str) -> int:
-    """The hash of one key."""
+    """Return the hash of one key."""
     total, power = 0, 1
     for byte in key.encode():
         total = (total + (byte + 1) * power) & _MASK
         power = power * P & _MASK
-    return _stirred(total)
+    return _mix(total)
 
 
-def _stirred(number: int) -> int:
+def _mix(number: int) -> int:
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     number = (number ^ number >> 27) * 0x94D049BB133111EB & _MASK
     return number ^ number >> 31
 
 
 def hash_keys(keys: pa.Array[Any]) -> Numbers:
-    """The hash of every key of a column; what it is where there is no key means nothing."""
+    """Return the hash of every key of a column; the hash of a null is arbitrary."""
     column: Any = keys.cast(pa.large_binary())
     ends = np.frombuffer(column.buffers()[1], dtype=np.int64)[
         column.offset : column.offset + len(column) + 1
@@ -42,11 +42,11 @@ def hash_keys(keys: pa.Array[Any]) -> Numbers:
     first = ends[0] if len(ends) else 0
     data = column.buffers()[2]
     text = np.frombuffer(data or b"", dtype=np.uint8)[first : ends[-1] if len(ends) else 0]
-    return _stirred_all(_sums(text.astype(np.uint64) + np.uint64(1), ends - first))
+    return _mix_all(_sums(text.astype(np.uint64) + np.uint64(1), ends - first))
 
 
 def _sums(letters: Numbers, ends: npt.NDArray[np.int64]) -> Numbers:
-    """The sum of products of each key: a difference of running sums."""
+    """Return the sum of products of each key: a difference of running sums."""
     starts, lengths = ends[:-1], np.diff(ends)
     places = np.arange(len(letters)) - np.repeat(starts, lengths)
     running = np.zeros(len(letters) + 1, dtype=np.uint64)
@@ -63,25 +63,23 @@ def _powers(count: int) -> Numbers:
     return result
 
 
-def _stirred_all(numbers: Numbers) -> Numbers:
+def _mix_all(numbers: Numbers) -> Numbers:
     numbers = (numbers ^ numbers >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ numbers >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return numbers ^ numbers >> np.uint64(31)
 
 
-# ── keys ──
-# Which of several nodes a key belongs to: the same for every client, in any language.
-#
-# The node is the remainder of the key's hash.
+# ── nodes ──
+# The node of a key is the remainder of its hash: the same for every client, in any language.
 
 
 def find_node(key: str, nodes: int) -> int:
-    """The number of the node that a key belongs to."""
+    """Return the number of the node that a key belongs to."""
     return hash_key(key) % nodes
 
 
 def find_nodes(keys: pa.Array[Any], nodes: int) -> npt.NDArray[np.int64]:
-    """For every key of a column, the number of its node; -1 where there is no key."""
+    """Return the number of the node for every key of a column; -1 where there is no key."""
     found = (hash_keys(keys) % np.uint64(nodes)).astype(np.int64)
     if keys.null_count:
         found[np.asarray(keys.is_null())] = -1
@@ -89,11 +87,10 @@ def find_nodes(keys: pa.Array[Any], nodes: int) -> npt.NDArray[np.int64]:
 
 
 # ── repeats ──
-# Which of equal values each is: the first, the second, and so on. Pure.
 
 
 def count_earlier_equals(*columns: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """How many rows before each are the same in all columns."""
+    """Return for each row how many rows before it are the same in all columns."""
     order = np.lexsort(columns)
     at = np.arange(len(order))
     begins = np.zeros(len(order), dtype=np.bool_)

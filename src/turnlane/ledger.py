@@ -27,25 +27,25 @@ class Outcome(enum.StrEnum):
 
 
 DROPS_WITHOUT_OFFSET = (Outcome.NEWEST, Outcome.SEVERITY, Outcome.SAMPLED)
-"""Drops at the door: these events never got an offset."""
+"""Drops by admission: these events never got an offset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What became of every event, since the queue was created."""
+    """The outcome of every event since the queue was created."""
 
     accepted: int
-    """Taken off a publisher's hands, the ones its policy then dropped included."""
+    """Accepted from publishers, including events that a policy then dropped."""
     delivered: int
     dead: int
     dropped: Mapping[str, int]
     """By reason: newest, oldest, severity, sampled, closed, corrupt, missing."""
     pending: int
-    """Waiting, or handed out and not yet settled."""
+    """Waiting, or in flight and not yet settled."""
 
     @property
     def settled(self) -> int:
-        """Events that are no longer the queue's concern."""
+        """Events that have left the queue."""
         return self.delivered + self.dead + sum(self.dropped.values())
 
     @property
@@ -54,7 +54,7 @@ class Ledger:
         return self.accepted == self.settled + self.pending
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the ledger for JSON."""
         return {
             "accepted": self.accepted,
             "delivered": self.delivered,
@@ -74,7 +74,7 @@ class Ledger:
 
 
 class OutcomeTotals:
-    """Running counts by outcome. ``end`` offsets were given out; drops at the door come on top."""
+    """Running counts by outcome. Drops by admission are not among the offsets up to ``end``."""
 
     __slots__ = ("_counts",)
 
@@ -90,11 +90,11 @@ class OutcomeTotals:
 
     @property
     def numbered(self) -> int:
-        """Settled events that had an offset."""
+        """The number of settled events that had an offset."""
         return sum(n for outcome, n in self._counts.items() if outcome not in DROPS_WITHOUT_OFFSET)
 
     def ledger(self, end: int, pending: int) -> Ledger:
-        """The ledger of a queue that gave out offsets up to ``end``."""
+        """Return the ledger of a queue whose offsets end before ``end``."""
         counts = self._counts
         return Ledger(
             accepted=end + sum(counts[outcome] for outcome in DROPS_WITHOUT_OFFSET),

@@ -61,7 +61,7 @@ def _find_glibc_function(name: str) -> Callable[..., int] | None:
 
 
 def memory_limit(root: Path = Path("/")) -> int:
-    """Bytes this process may use: control groups, ``RLIMIT_AS`` and physical memory considered.
+    """Return the bytes that this process may use: the least of all limits that exist.
 
     ``root`` is the root of the file system that holds ``/proc`` and ``/sys``.
     """
@@ -81,7 +81,7 @@ def memory_limit(root: Path = Path("/")) -> int:
 
 
 def cgroup_v2_limit(root: Path) -> int | None:
-    """The least ``memory.max`` from this process's control group up to the top."""
+    """Return the least ``memory.max`` from this process's control group up to the top."""
     for controllers, path in _groups(root):
         if controllers == "":
             mounts = (root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified")
@@ -90,7 +90,7 @@ def cgroup_v2_limit(root: Path) -> int | None:
 
 
 def cgroup_v1_limit(root: Path) -> int | None:
-    """The least ``memory.limit_in_bytes`` from this process's memory group up to the top."""
+    """Return the least ``memory.limit_in_bytes`` from this process's group up to the top."""
     for controllers, path in _groups(root):
         if "memory" in controllers.split(","):
             mounts = (root / "sys/fs/cgroup/memory",)
@@ -99,7 +99,7 @@ def cgroup_v1_limit(root: Path) -> int | None:
 
 
 def address_space_limit() -> int | None:
-    """The soft ``RLIMIT_AS``, where there is one."""
+    """Return the soft ``RLIMIT_AS``, if there is one."""
     try:
         import resource
     except ImportError:  # Windows has no such limits
@@ -109,7 +109,7 @@ def address_space_limit() -> int | None:
 
 
 def physical_memory(root: Path) -> int | None:
-    """The machine's memory, from ``/proc/meminfo`` or else from the C library."""
+    """Return the machine's memory, from ``/proc/meminfo`` or else from the C library."""
     for line in _text(root / "proc/meminfo").splitlines():
         name, _, amount = line.partition(":")
         if name == "MemTotal":
@@ -121,7 +121,7 @@ def physical_memory(root: Path) -> int | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[str, str]]:
-    """The controllers and path of every hierarchy this process is in."""
+    """Return the controllers and the path of every hierarchy that this process is in."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, colon, path = rest.partition(":")
@@ -130,10 +130,10 @@ def _groups(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _upwards(mounts: tuple[Path, ...], path: str, name: str) -> Iterator[Path]:
-    """The file of this name in the group and in each above it.
+    """Return the paths of a file in the group and in every group above it.
 
-    A container may see its host's path but only its own part of the tree: groups that are not
-    there are passed over, and ``..`` (above the container's own root) is ignored.
+    A container may see the host's path but only its own part of the tree: missing groups are
+    skipped, and ``..`` (above the container's own root) is ignored.
     """
     parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
     for mount in mounts:
@@ -142,7 +142,7 @@ def _upwards(mounts: tuple[Path, ...], path: str, name: str) -> Iterator[Path]:
 
 
 def _least(files: Iterator[Path]) -> int | None:
-    """The least number in these files; ``max``, which means no limit, is none."""
+    """Return the least number in these files; ``max``, which means no limit, does not count."""
     texts = (_text(file).strip() for file in files)
     return min((int(text) for text in texts if text.isdecimal()), default=None)
 

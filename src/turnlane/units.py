@@ -1,8 +1,8 @@
 """Quantities as people write them: ``30s``, ``512Mi``, ``80%``, ``22:00-06:00``.
 
-``Duration`` and ``Size`` stand in pydantic models and come out as plain seconds and bytes;
-:class:`Percentage` and :class:`TimeWindow` stay as they are, like every other
-:class:`WrittenQuantity`. Every parser raises ``ValueError`` with what is allowed and an example.
+In a pydantic model, ``Duration`` and ``Size`` become plain seconds and bytes; :class:`Percentage`
+and :class:`TimeWindow` stay objects, like every :class:`WrittenQuantity`. Every parser raises
+``ValueError`` with the allowed form and an example.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _WINDOW_HELP: Final = (
 
 
 def parse_duration(value: object) -> float:
-    """Seconds from ``30s``, ``1h30m``, a plain number of seconds or a ``timedelta``."""
+    """Return seconds from ``30s``, ``1h30m``, a plain number of seconds or a ``timedelta``."""
     seconds = _seconds(value)
     if seconds is None or not 0 <= seconds <= MAX_DURATION:
         raise ValueError(f"{value!r} is not a duration; {_DURATION_HELP}")
@@ -88,7 +88,7 @@ def _seconds(value: object) -> float | None:
 
 
 def format_duration(seconds: float) -> str:
-    """The shortest usual way to write it; :func:`parse_duration` gives the same number back."""
+    """Return the shortest usual form; :func:`parse_duration` gives the same number back."""
     exact = Decimal(repr(parse_duration(seconds)))
     if exact == 0:
         return "0s"
@@ -104,7 +104,7 @@ def format_duration(seconds: float) -> str:
 
 
 def parse_size(value: object) -> int:
-    """Bytes from ``512Mi``, ``10MB``, ``64 KiB`` or a plain whole number."""
+    """Return bytes from ``512Mi``, ``10MB``, ``64 KiB`` or a plain whole number."""
     size = _bytes(value)
     if size is None or size != int(size) or not 0 <= size <= MAX_SIZE:
         raise ValueError(f"{value!r} is not a size; {_SIZE_HELP}")
@@ -125,7 +125,7 @@ def _bytes(value: object) -> Decimal | int | None:
 
 
 def format_size(size: int) -> str:
-    """The shortest exact way to write it; :func:`parse_size` gives the same number back."""
+    """Return the shortest exact form; :func:`parse_size` gives the same number back."""
     size = parse_size(size)
     if size == 0:
         return "0"
@@ -140,7 +140,7 @@ def _plain_number(value: object) -> float | None:
 
 
 def _digits(number: Decimal) -> str:
-    """Decimal digits without an exponent and without idle zeros."""
+    """Return decimal digits without an exponent and without trailing zeros."""
     text = f"{number:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -179,7 +179,7 @@ Size = Annotated[
 
 
 class WrittenQuantity(abc.ABC):
-    """A value that has a written form: gives pydantic its parser, its text and its schema."""
+    """A value with a written form: gives pydantic its parser, its text and its schema."""
 
     __slots__ = ()
 
@@ -188,7 +188,7 @@ class WrittenQuantity(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def parse(cls, value: object) -> Self:
-        """The value from its written form, or from itself. ``ValueError``."""
+        """Return the value from its written form, or the value itself. Raises ``ValueError``."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: object, _handler: object) -> CoreSchema:
@@ -224,7 +224,7 @@ class Percentage(WrittenQuantity):
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        """A percentage from ``80%``, or from a plain number that means the same."""
+        """Return a percentage from ``80%``, or from a plain number."""
         if isinstance(value, cls):
             return value
         if isinstance(value, str):
@@ -237,7 +237,7 @@ class Percentage(WrittenQuantity):
         return cls(number)
 
     def of(self, total: int) -> int:
-        """So much of ``total``, rounded down."""
+        """Return this percentage of ``total``, rounded down."""
         return int(Decimal(repr(self.value)) * total / 100)
 
     def __str__(self) -> str:
@@ -264,7 +264,7 @@ class TimeWindow(WrittenQuantity):
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        """A window from ``22:00-06:00`` or ``09:00:30-24:00``."""
+        """Return a window from ``22:00-06:00`` or ``09:00:30-24:00``."""
         if isinstance(value, cls):
             return value
         text = value.strip() if isinstance(value, str) else ""
@@ -284,7 +284,7 @@ class TimeWindow(WrittenQuantity):
         return self._since_start(moment) < self._since_start(self.end)
 
     def seconds_until_open(self, moment: time) -> float:
-        """How long from ``moment`` until the window opens; 0 inside it."""
+        """Return the seconds from ``moment`` until the window opens; 0 inside it."""
         return 0.0 if self.contains(moment) else 86_400 - self._since_start(moment)
 
     def _since_start(self, moment: time) -> float:

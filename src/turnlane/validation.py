@@ -70,7 +70,7 @@ class ContradictorySettings(ValueError):
 
 
 class ConfigIssues(ConfigError):
-    """Several issues, one on each line; ``issues`` has them all, ``knob`` is that of the first."""
+    """Several issues, one on each line; ``knob`` is the setting of the first one."""
 
     def __init__(self, issues: Sequence[ConfigIssue]) -> None:
         super().__init__(*_join_issues(issues))

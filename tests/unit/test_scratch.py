@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-from turnlane.cli.serve import leave
+from turnlane.cli.process import exit_now
 from turnlane.runtime import create_scratch_directory as scratch
 
 assert scratch("turnlane-").is_dir()
@@ -19,7 +19,7 @@ assert scratch("turnlane-").is_dir()
 """
 
 
-@pytest.mark.parametrize("end", ["raise SystemExit(3)", "leave(3)"])
+@pytest.mark.parametrize("end", ["raise SystemExit(3)", "exit_now(3)"])
 def test_ended_process_leaves_no_scratch_directories(end: str, tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(end=end)],

@@ -1,4 +1,4 @@
-"""The command line: commands only parse, call, and say what came of it."""
+"""The command line. Commands parse arguments, call the library, and print the result."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ def main() -> None:
     """Run ``turnlane``; the entry point that is installed."""
     from turnlane.cli.app import app
 
-    # What the library would warn of, the commands say themselves, in their own words.
+    # Without a handler, Python would print warnings of the library; commands report errors.
     logging.getLogger("turnlane").addHandler(logging.NullHandler())
     app(prog_name="turnlane")

@@ -47,9 +47,9 @@ def turnlane(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
     ] = False,
 ) -> None:
-    """Durable event queues, and pipelines on Spark that deliver what is in them.
+    """Durable event queues, and pipelines on Spark that deliver their events.
 
-    Exit codes: 0 well, 1 failed or faults found, 2 wrong usage, 75 try again later, 78 wrong
+    Exit codes: 0 success, 1 failed or faults found, 2 wrong usage, 75 try again later, 78 wrong
     settings.
     """
     del version

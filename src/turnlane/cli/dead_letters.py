@@ -1,4 +1,4 @@
-"""``turnlane dlq``: the dead letters of actions, looked at, sent again, thrown away."""
+"""``turnlane dlq`` and ``turnlane breaker``: dead letters and circuit breakers of actions."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ if TYPE_CHECKING:
     from turnlane.client.dead_letters import DeadLetters, LetterFilter, SelectedLetters
     from turnlane.client.node_client import RemoteNode
 
-# ── breaker ──
-# ``turnlane breaker``: how the destinations of actions are, and closing a breaker by hand.
+# ── turnlane breaker ─────────────────────────────────────────────────────────────────────────────
 
 breaker = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="The circuit breakers of actions: which destinations are away.",
+    help="The circuit breakers of actions: which destinations are down.",
 )
 
 _BREAKER_COLUMNS: Final[list[console.Column]] = [
@@ -57,14 +56,14 @@ def list_breakers(
     tls_ca: TlsCa = None,
     as_json: Json = False,
 ) -> None:
-    """List the breakers that tasks have asked since the node was started."""
+    """List the breakers that tasks have used since the node was started."""
     with connect_nodes(config, endpoint, token_env, tls_ca) as nodes:
         found = {action: each for node in nodes[::-1] for action, each in node.breakers().items()}
     if as_json:
         for action, each in sorted(found.items()):
             console.say_json({"action": action, **each})
     elif found:
-        rows = [_cells(action, each) for action, each in sorted(found.items())]
+        rows = [_format_breaker(action, each) for action, each in sorted(found.items())]
         console.say_table(_BREAKER_COLUMNS, rows, elastic="error")
     else:
         console.say("no task has delivered anything yet")
@@ -80,7 +79,7 @@ def reset(
     token_env: TokenEnv = None,
     tls_ca: TlsCa = None,
 ) -> None:
-    """Close a breaker: its destination is back, and there is no need to wait for a probe."""
+    """Close a breaker by hand, without waiting for a probe: its destination is back."""
     with connect_nodes(config, endpoint, token_env, tls_ca) as nodes:
         having = [node for node in nodes if action in node.breakers([action])]
         for node in having or nodes[:1]:
@@ -88,7 +87,7 @@ def reset(
     console.say(f"{action}: closed")
 
 
-def _cells(action: str, each: dict[str, Any]) -> list[str]:
+def _format_breaker(action: str, each: dict[str, Any]) -> list[str]:
     wait = format_duration(round(each["wait"], 1)) if each["wait"] else ""
     return [action, each["state"], str(each["failures"]), wait, each["error"] or ""]
 
@@ -96,7 +95,7 @@ def _cells(action: str, each: dict[str, Any]) -> list[str]:
 dlq = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="The dead letters of actions: what can never be delivered, and why.",
+    help="The dead letters of actions: events that can never be delivered, and why.",
 )
 
 _COLUMNS: Final[list[console.Column]] = [
@@ -110,20 +109,22 @@ _COLUMNS: Final[list[console.Column]] = [
 _SECONDS: Final = len("2026-01-01T00:00:00")
 
 Action = Annotated[
-    str, typer.Argument(metavar="ACTION", help="The action; main for what could not be parsed.")
+    str,
+    typer.Argument(metavar="ACTION", help="The action; main for events that could not be parsed."),
 ]
 Reason = Annotated[
-    str | None, typer.Option(help="Only those with this reason, the class of an error.")
+    str | None, typer.Option(help="Only letters with this reason, the class of an error.")
 ]
 Since = Annotated[
-    str | None, typer.Option(help="Only those given up since: a time in ISO 8601, or 2h for ago.")
+    str | None, typer.Option(help="Only letters since: a time in ISO 8601, or 2h for ago.")
 ]
-Until = Annotated[str | None, typer.Option(help="Only those given up before; likewise.")]
-Key = Annotated[str | None, typer.Option(help="Only those with this key.")]
+Until = Annotated[str | None, typer.Option(help="Only letters before; the same forms.")]
+Key = Annotated[str | None, typer.Option(help="Only letters with this key.")]
 Where = Annotated[
-    str | None, typer.Option(help="Only those for which this is true: SQL, as SQLite has it.")
+    str | None,
+    typer.Option(help="Only letters for which this is true: a condition in SQLite's SQL."),
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="At most so many; the oldest ones.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="At most this many; the oldest ones.")]
 
 
 @dlq.command(name="list")
@@ -136,8 +137,9 @@ def list_letters(
     tls_ca: TlsCa = None,
     as_json: Json = False,
 ) -> None:
-    """List what there is, by action and reason."""
+    """List the dead letters by action and reason."""
     from turnlane.client.dead_letters import DeadLetters
+    from turnlane.storage.export import convert_to_json
 
     with connect_nodes(config, endpoint, token_env, tls_ca) as nodes:
         found = [
@@ -148,10 +150,16 @@ def list_letters(
         ]
     if as_json:
         for summary in found:
-            console.say_json(_plain(asdict(summary)))
+            console.say_json(convert_to_json(asdict(summary)))
     elif found:
         rows = [
-            [each.action, each.reason or "", str(each.events), _time(each.first), _time(each.last)]
+            [
+                each.action,
+                each.reason or "",
+                str(each.events),
+                _format_time(each.first),
+                _format_time(each.last),
+            ]
             for each in found
         ]
         console.say_table(_COLUMNS, rows, elastic="reason")
@@ -176,20 +184,20 @@ def show(
     limit: Limit = 10,
     as_json: Json = False,
 ) -> None:
-    """Show dead letters, the oldest first: the event, and why it was given up."""
-    choice = _choice(reason, since, until, key, where)
+    """Show dead letters, the oldest first: the event, and why it is dead."""
+    choice = _make_filter(reason, since, until, key, where)
     rows: list[dict[str, Any]] = []
     with connect_nodes(config, endpoint, token_env, tls_ca) as nodes:
-        for letters in _of_action(nodes, action):
+        for letters in _find_letters(nodes, action):
             wanted = None if limit is None else limit - len(rows)
             for piece in letters.chosen(choice, wanted):
-                rows += _rows(piece)
+                rows += _convert_rows(piece)
     if as_json:
         for row in rows:
             console.say_json(row)
         return
     for row in rows:
-        for line in _lines(row):
+        for line in _format_letter(row):
             console.say(line)
     if not rows:
         console.say("there are none")
@@ -217,24 +225,23 @@ def replay(
 ) -> None:
     """Send dead letters again: the events go back into the action's queue.
 
-    Whatever is killed meanwhile, no event is lost, and none is sent twice; go on with the same
-    command.
+    If a process is killed, no event is lost and none is sent twice; run the same command again.
     """
-    choice = _choice(reason, since, until, key, where)
+    choice = _make_filter(reason, since, until, key, where)
     target = to or action
 
-    def one(letters: DeadLetters, left: int | None, advance: Callable[[int], None]) -> int:
+    def process(letters: DeadLetters, left: int | None, advance: Callable[[int], None]) -> int:
         return letters.replay(choice, target, left, advance)
 
     with connect_nodes(config, endpoint, token_env, tls_ca) as nodes:
         if to is None and action not in nodes[0].queues():
-            message = f"action {action!r} has no queue of its own: say to which they go"
+            message = f"action {action!r} has no queue of its own: name the queue"
             raise ConfigError("--to", message)
-        done = _each(_of_action(nodes, action), "sending again", limit, one)
+        done = _process_all(_find_letters(nodes, action), "sending again", limit, process)
     if as_json:
         console.say_json({"action": action, "to": target, "events": done})
     else:
-        console.say(f"{_letters(done)} sent again, into queue {target}")
+        console.say(f"{_format_letters(done)} sent again, into queue {target}")
 
 
 @dlq.command()
@@ -255,26 +262,26 @@ def purge(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Throw dead letters away for good; the node writes down what, when and by whom."""
-    choice = _choice(reason, since, until, key, where)
+    """Delete dead letters for good; the node logs which, when and by whom."""
+    choice = _make_filter(reason, since, until, key, where)
 
-    def one(letters: DeadLetters, left: int | None, advance: Callable[[int], None]) -> int:
+    def process(letters: DeadLetters, left: int | None, advance: Callable[[int], None]) -> int:
         return letters.purge(choice, left, advance)
 
     with connect_nodes(config, endpoint, token_env, tls_ca) as nodes:
-        letters = _of_action(nodes, action)
-        count = _counted(letters, choice, limit)
+        letters = _find_letters(nodes, action)
+        count = _count(letters, choice, limit)
         if count and not yes:
-            question = f"Throw {_letters(count)} of {action} away for good ({choice})?"
+            question = f"Throw {_format_letters(count)} of {action} away for good ({choice})?"
             typer.confirm(question, abort=True, err=True)
-        done = _each(letters, "throwing away", limit, one) if count else 0
+        done = _process_all(letters, "throwing away", limit, process) if count else 0
     if as_json:
         console.say_json({"action": action, "events": done})
     else:
-        console.say(f"{_letters(done)} thrown away")
+        console.say(f"{_format_letters(done)} thrown away")
 
 
-def _of_action(nodes: list[RemoteNode], action: str) -> list[DeadLetters]:
+def _find_letters(nodes: list[RemoteNode], action: str) -> list[DeadLetters]:
     from turnlane.client.dead_letters import SUFFIX, DeadLetters
     from turnlane.validation import suggest
 
@@ -288,7 +295,7 @@ def _of_action(nodes: list[RemoteNode], action: str) -> list[DeadLetters]:
     return found
 
 
-def _each(
+def _process_all(
     every: list[DeadLetters],
     label: str,
     limit: int | None,
@@ -304,15 +311,15 @@ def _each(
     return done
 
 
-def _counted(every: list[DeadLetters], choice: LetterFilter, limit: int | None) -> int:
+def _count(every: list[DeadLetters], choice: LetterFilter, limit: int | None) -> int:
     pieces = (piece for letters in every for piece in letters.chosen(choice))
     return sum(1 for _ in islice(chain.from_iterable(each.offsets for each in pieces), limit))
 
 
-# ── words ────────────────────────────────────────────────────────────────────────────────────────
+# ── printing ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _choice(
+def _make_filter(
     reason: str | None, since: str | None, until: str | None, key: str | None, where: str | None
 ) -> LetterFilter:
     from turnlane.client.dead_letters import LetterFilter
@@ -322,14 +329,8 @@ def _choice(
     )
 
 
-def _plain(value: object) -> object:
-    from turnlane.storage.export import convert_to_json
-
-    return convert_to_json(value)
-
-
-def _rows(piece: SelectedLetters) -> Iterator[dict[str, Any]]:
-    """Letters as JSON has them, in the way of ``turnlane queue peek``."""
+def _convert_rows(piece: SelectedLetters) -> Iterator[dict[str, Any]]:
+    """Return letters for JSON, like ``turnlane queue peek``."""
     import numpy as np
 
     from turnlane.storage.export import SETTLED_COLUMN, convert_to_rows
@@ -342,16 +343,16 @@ def _rows(piece: SelectedLetters) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _letters(count: int) -> str:
+def _format_letters(count: int) -> str:
     return console.format_count(count, "dead letter")
 
 
-def _time(moment: datetime | None) -> str:
+def _format_time(moment: datetime | None) -> str:
     return "" if moment is None else moment.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _lines(row: dict[str, Any]) -> list[str]:
-    """A letter for people: the reason first, then the event."""
+def _format_letter(row: dict[str, Any]) -> list[str]:
+    """Return the lines of a letter for people: the reason first, then the event."""
     time = str(row.get("dead_time") or "")[:_SECONDS].replace("T", " ")
     head = f"{row['offset']}  {time}  {row.get('dead_reason') or ''}"
     why = str(row.get("dead_error") or row.get("parse_error") or "")

@@ -1,4 +1,4 @@
-"""``turnlane test``: small cases, events in and rows out, on real Spark."""
+"""``turnlane test``, ``graph`` and ``init``: try, draw and begin a pipeline."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def try_cases(
     config: ConfigFile,
     cases: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[CASES]…", help="Files with cases; default: those of CONFIG."),
+        typer.Argument(metavar="[CASES]…", help="Files with cases; default: the cases of CONFIG."),
     ] = None,
     *,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a line of JSON for each case.")
     ] = False,
 ) -> None:
-    """Try cases: events in, and what each action is expected to get. Exit code 1 if one fails."""
+    """Try cases: events in, expected rows of each action out. Exit code 1 if one fails."""
     settings = load_config(config)
     pipeline = get_pipeline(settings)
-    wanted = _cases(settings, cases or [])
+    wanted = _select_cases(settings, cases or [])
     require_spark()
     logging.getLogger("py4j").setLevel(logging.ERROR)
-    failed = _tried(settings, pipeline, wanted, as_json=as_json)
+    failed = _try_all(settings, pipeline, wanted, as_json=as_json)
     if not as_json:
         console.say(f"{console.format_count(len(wanted), 'case')}, {failed} failed")
     if failed:
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _cases(settings: Config, files: list[Path]) -> list[Case]:
+def _select_cases(settings: Config, files: list[Path]) -> list[Case]:
     from turnlane.config import load_cases
 
     with print_config_errors():
@@ -61,10 +61,10 @@ def _cases(settings: Config, files: list[Path]) -> list[Case]:
     return wanted
 
 
-def _tried(
+def _try_all(
     settings: Config, pipeline: PipelineSettings, cases: list[Case], *, as_json: bool
 ) -> int:
-    """Try all of them; how many failed."""
+    """Try all cases; return how many failed."""
     from turnlane.spark.pipeline import Pipeline
 
     spark = start_session(pipeline.spark, master="local[2]")
@@ -73,16 +73,16 @@ def _tried(
         with print_config_errors(settings):
             Pipeline(pipeline, {}, spark, Path()).check()
         for case in cases:
-            found = _found(spark, pipeline, case)
+            found = _find_differences(spark, pipeline, case)
             failed += bool(found)
-            _tell(case, found, as_json=as_json)
+            _print_result(case, found, as_json=as_json)
     finally:
         spark.stop()
     return failed
 
 
-def _found(spark: Session, pipeline: PipelineSettings, case: Case) -> list[str]:
-    """The differences from the case; if it cannot run to its end, the reason."""
+def _find_differences(spark: Session, pipeline: PipelineSettings, case: Case) -> list[str]:
+    """Return the differences from the case, or the reason why it could not run."""
     from turnlane.pipeline.cases import find_differences
     from turnlane.spark.checks import CaseTrial
     from turnlane.spark.errors import describe_failure
@@ -98,7 +98,7 @@ def _found(spark: Session, pipeline: PipelineSettings, case: Case) -> list[str]:
         return [describe_failure(error)]
 
 
-def _tell(case: Case, found: list[str], *, as_json: bool) -> None:
+def _print_result(case: Case, found: list[str], *, as_json: bool) -> None:
     if as_json:
         console.say_json({"case": case.name, "passed": not found, "differences": found})
         return
@@ -107,8 +107,7 @@ def _tell(case: Case, found: list[str], *, as_json: bool) -> None:
         console.say(f"       {line}")
 
 
-# ── graph ──
-# ``turnlane graph``: a configuration's topology, drawn.
+# ── turnlane graph ───────────────────────────────────────────────────────────────────────────────
 
 
 @report_errors
@@ -120,36 +119,37 @@ def graph(
     ] = None,
 ) -> None:
     """Draw the topology: inputs, main queue, actions with their filters, queues, outputs."""
-    from turnlane.pipeline.graph import render_svg as drawn
-    from turnlane.pipeline.graph import render_text
+    from turnlane.pipeline.graph import render_svg, render_text
 
     topology = build_topology(load_config(config))
     if svg is None:
         for line in render_text(topology, shutil.get_terminal_size((100, 24)).columns):
             console.say(line)
     elif str(svg) == "-":
-        typer.echo(drawn(topology), nl=False)
+        typer.echo(render_svg(topology), nl=False)
     else:
-        svg.write_text(drawn(topology), encoding="utf-8")
+        svg.write_text(render_svg(topology), encoding="utf-8")
         console.warn(f"drawn in {svg}")
 
 
 def build_topology(config: Config) -> Topology:
-    """The topology to draw. Raises ``ConfigError`` if the configuration has no pipeline."""
+    """Return the topology to draw. Raises ``ConfigError`` without a pipeline."""
     from turnlane.config import get_visible_settings
     from turnlane.pipeline.graph import InputSummary, Topology
 
     pipeline = config.pipeline()
     if pipeline is None:
         raise config.locate(ConfigError("actions", "there are none, so there is nothing to draw"))
-    inputs = tuple(InputSummary(each.label, _where(each), each.queue) for each in config.inputs)
+    inputs = tuple(
+        InputSummary(each.label, _describe_place(each), each.queue) for each in config.inputs
+    )
     kinds = {name: str(knobs.get("kind", "disk")) for name, knobs in config.knobs().items()}
-    actions = tuple(map(_as_shown, pipeline.actions, get_visible_settings(config)["actions"]))
+    actions = tuple(map(_hide_secrets, pipeline.actions, get_visible_settings(config)["actions"]))
     return Topology(inputs, pipeline.model_copy(update={"actions": actions}), kinds)
 
 
-def _as_shown(action: ActionSettings, shown: dict[str, Any]) -> ActionSettings:
-    """An action that says what ``turnlane validate --show`` does: no secrets, no variables."""
+def _hide_secrets(action: ActionSettings, shown: dict[str, Any]) -> ActionSettings:
+    """Return an action without secrets and variables, like ``turnlane validate --show``."""
     from turnlane.pipeline.graph import LOCATION_SETTINGS
 
     places = {name: shown["output"][name] for name in LOCATION_SETTINGS if name in shown["output"]}
@@ -157,8 +157,8 @@ def _as_shown(action: ActionSettings, shown: dict[str, Any]) -> ActionSettings:
     return action.model_copy(update={"filter": shown["filter"], "output": output})
 
 
-def _where(settings: InputSettings) -> str:
-    """Where an input listens or reads: its addresses and paths."""
+def _describe_place(settings: InputSettings) -> str:
+    """Return the addresses and paths of an input."""
     from turnlane.serving.address import Address
 
     found = []
@@ -175,15 +175,14 @@ def _where(settings: InputSettings) -> str:
     return ", ".join(found)
 
 
-# ── init ──
-# ``turnlane init``: a configuration to begin with.
+# ── turnlane init ────────────────────────────────────────────────────────────────────────────────
 
 
 @report_errors
 def init(
     path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("turnlane.yaml"),
 ) -> None:
-    """Write a commented example of a pipeline's configuration. An existing file is left alone."""
+    """Write a commented example of a pipeline's configuration. An existing file stays."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(read_example())
@@ -194,5 +193,5 @@ def init(
 
 
 def read_example() -> str:
-    """The example's text."""
+    """Return the text of the example."""
     return resources.files("turnlane.config").joinpath("example.yaml").read_text(encoding="utf-8")

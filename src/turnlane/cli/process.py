@@ -39,7 +39,7 @@ ENDING_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 RESTART_BACKOFF: Final = Backoff(0.5, 15.0)
 """Seconds between attempts to start the node."""
 HEALTHY_AFTER: Final = 60.0
-"""A node that has run this many seconds had a good start: its failures are counted anew."""
+"""A node that has run this many seconds has started well: the next failure counts as the first."""
 
 # ── signals ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -66,7 +66,7 @@ class PipelineSupervisor:
     ) -> None:
         """``endpoint`` names the nodes and overrides the configuration, also after a reload.
 
-        ``stamp`` is that of the file before it was read: later changes cause a reload.
+        ``stamp`` was taken before the file was read: a later change causes a reload.
         """
         self.config = config
         self._first_config = config

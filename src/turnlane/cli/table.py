@@ -1,4 +1,4 @@
-"""``turnlane table``: queue tables in your databases, made, looked at, and put right."""
+"""``turnlane table``: create, inspect and correct queue tables in your databases."""
 
 from __future__ import annotations
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from turnlane.table.queue import EventSelection, QueueStatus
     from turnlane.table.reshard import ReshardProgress
 
-# ── table_texts ──
-# What ``turnlane table`` says: columns of its tables, and their cells.
-
 STATES: Final = ("to_be_fired", "fired", "acked", "dead")
 STATUS_COLUMNS: Final[list[Column]] = [
     ("queue", "left"),
@@ -57,11 +54,11 @@ _APART: Final = {
     "keyspace_id",
     "priority",
 }
-"""Columns that have a cell of their own, or say little."""
+"""Columns that have a cell of their own, or are of little use."""
 
 
 def format_status_row(place: ShardTable, status: QueueStatus) -> list[str]:
-    """A queue in one database."""
+    """Return the cells of a queue in one database."""
     counts = [str(status.counts[state]) for state in STATES]
     lag = format_duration(round(status.lag, 1)) if status.due else ""
     numbers = [str(status.due), lag, str(status.window)]
@@ -69,19 +66,19 @@ def format_status_row(place: ShardTable, status: QueueStatus) -> list[str]:
 
 
 def format_event_row(row: dict[str, Any]) -> list[str]:
-    """An event."""
+    """Return the cells of an event."""
     fires = datetime.fromtimestamp(row["fire_at"] / 1e9, UTC).isoformat(" ", "milliseconds")
     rest = [
         f"{name}={value}"
-        for name, value in shown(row).items()
+        for name, value in convert_row(row).items()
         if name not in _APART and value is not None
     ]
     place = [str(row["event_id"]), fires.removesuffix("+00:00"), row["state"]]
     return [*place, str(row["attempts"]), row["event_name"] or "", " ".join(rest)]
 
 
-def shown(row: dict[str, Any]) -> dict[str, object]:
-    """A row as JSON has it."""
+def convert_row(row: dict[str, Any]) -> dict[str, object]:
+    """Return a row for JSON."""
     from turnlane.storage.export import convert_to_json
 
     return {name: convert_to_json(value) for name, value in row.items()}
@@ -96,16 +93,16 @@ table = typer.Typer(
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue.")]
 State = Annotated[
     list[str] | None,
-    typer.Option(help="Only those in this state: to_be_fired, fired, acked or dead."),
+    typer.Option(help="Only events in this state: to_be_fired, fired, acked or dead."),
 ]
-Id = Annotated[list[int] | None, typer.Option("--id", help="Only the one with this event_id.")]
-Name = Annotated[list[str] | None, typer.Option(help="Only the one with this event_name.")]
-Key = Annotated[list[str] | None, typer.Option(help="Only those with this key.")]
+Id = Annotated[list[int] | None, typer.Option("--id", help="Only the event with this event_id.")]
+Name = Annotated[list[str] | None, typer.Option(help="Only the event with this event_name.")]
+Key = Annotated[list[str] | None, typer.Option(help="Only events with this key.")]
 Since = Annotated[
     str | None,
-    typer.Option(help="Only those due since: a time in ISO 8601, 2h for ago, +2h for from now."),
+    typer.Option(help="Only events due since: a time in ISO 8601, 2h for ago, +2h for from now."),
 ]
-Until = Annotated[str | None, typer.Option(help="Only those due before; likewise.")]
+Until = Annotated[str | None, typer.Option(help="Only events due before; the same forms.")]
 
 
 @table.command()
@@ -122,17 +119,17 @@ def sql(
     url: Urls = None,
     only_print: Annotated[
         bool,
-        typer.Option("--print", help="Do nothing: print the SQL of a CREATE QUEUE, to run it."),
+        typer.Option("--print", help="Only print the SQL of a CREATE QUEUE."),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a statement about queues or schedules, in every database that is named."""
+    """Run a statement about queues or schedules, in every given database."""
     from turnlane.table.grammar import ScheduleStatement, parse
 
     text = sys.stdin.read() if statement == "-" else statement
     if only_print:
         with open_databases(url) as found:
-            _say_ddl(_ddl(found[0][1], text), as_json=as_json)
+            _print_ddl(_build_ddl(found[0][1], text), as_json=as_json)
         return
     what = "schedule" if isinstance(parse(text), ScheduleStatement) else "queue"
     with open_sharded_database(url) as all_of_them:
@@ -147,10 +144,10 @@ def sql(
 @table.command()
 @report_errors
 def ddl(queue: Queue, *, url: Urls = None, as_json: Json = False) -> None:
-    """Print the SQL that makes a queue as it is, for a migration tool."""
+    """Print the SQL that creates a queue as it is, for a migration tool."""
     with open_databases(url) as found:
         catalog = found[0][1].catalog
-        _say_ddl(catalog.build_ddl(catalog.get_definition(queue)), as_json=as_json)
+        _print_ddl(catalog.build_ddl(catalog.get_definition(queue)), as_json=as_json)
 
 
 @table.command()
@@ -163,7 +160,7 @@ def status(
     url: Urls = None,
     as_json: Json = False,
 ) -> None:
-    """Show how many events are in which state, how late the first is, and who leads."""
+    """Show how many events are in each state, how late the first is, and who leads."""
     with open_tables(url, queue) as found:
         seen = [(place, place.queue.status()) for place in found]
     if as_json:
@@ -192,15 +189,15 @@ def peek(
     until: Until = None,
     as_json: Json = False,
 ) -> None:
-    """Show events, by the time that they are due."""
-    chosen = _selection(state, event_id, name, key, since, until)
+    """Show events in the order in which they are due."""
+    chosen = _make_selection(state, event_id, name, key, since, until)
     with open_tables(url, queue) as found:
         _check_key(found[0], key)
         rows = [row for place in found for row in place.queue.scan.read_events(chosen, count)]
     rows = sorted(rows, key=lambda row: (row["fire_at"], row["event_id"]))[:count]
     if as_json:
         for row in rows:
-            console.say_json(shown(row))
+            console.say_json(convert_row(row))
     elif rows:
         console.say_table(PEEK_COLUMNS, [format_event_row(row) for row in rows], elastic="row")
     else:
@@ -221,12 +218,12 @@ def retry(
     until: Until = None,
     as_json: Json = False,
 ) -> None:
-    """Have dead letters fired again, now; with --state fired, what nobody has acked yet."""
-    chosen = _selection(state or ["dead"], event_id, name, key, since, until)
+    """Fire dead letters again, now; with --state fired, events without an ack."""
+    chosen = _make_selection(state or ["dead"], event_id, name, key, since, until)
     with open_tables(url, queue) as found:
         _check_key(found[0], key)
         done = sum(place.queue.retry(place.queue.scan.read_ids(chosen)) for place in found)
-    _say_done(queue, done, "to be fired again", as_json=as_json)
+    _print_count(queue, done, "to be fired again", as_json=as_json)
 
 
 @table.command()
@@ -240,14 +237,16 @@ def cancel(
     key: Key = None,
     since: Since = None,
     until: Until = None,
-    everything: Annotated[bool, typer.Option("--all", help="All that are to be fired.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="All events that were not fired.")
+    ] = False,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Delete events that were not fired; one that is on its way to a receiver may still arrive."""
+    """Delete events that were not fired; an event on its way to a receiver may still arrive."""
     if not everything and not any((event_id, name, key, since, until)):
         raise ConfigError("--id", "say which events, or --all")
-    chosen = _selection(["to_be_fired"], event_id, name, key, since, until)
+    chosen = _make_selection(["to_be_fired"], event_id, name, key, since, until)
     with open_tables(url, queue) as found:
         _check_key(found[0], key)
         ids = [(place, place.queue.scan.read_ids(chosen)) for place in found]
@@ -257,7 +256,7 @@ def cancel(
                 f"Delete {console.format_count(count, 'event')} of {queue}?", abort=True, err=True
             )
         done = sum(place.queue.cancel(each) for place, each in ids)
-    _say_done(queue, done, "cancelled", as_json=as_json)
+    _print_count(queue, done, "cancelled", as_json=as_json)
 
 
 @table.command()
@@ -270,21 +269,21 @@ def reshard(
         list[str] | None,
         typer.Option(
             metavar="RANGE=URL",
-            help="A new shard, again for more; none: go on with what was begun.",
+            help="A new shard, again for more; none: continue an interrupted reshard.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Split or merge shards while events come and fire; if it is killed, run it again."""
+    """Split or merge shards while events come and fire; after a kill, run it again."""
     from turnlane.table.sharded import connect_shards
 
     with connect_shards(parse_urls(url)) as databases_of_it:
         sharded = databases_of_it.queue(queue)
-        teller = _Teller(as_json=as_json)
+        printer = _ProgressPrinter(as_json=as_json)
         moved = (
-            sharded.reshard(parse_urls(to), teller.tell)
+            sharded.reshard(parse_urls(to), printer.print)
             if to
-            else sharded.resume_reshard(teller.tell)
+            else sharded.resume_reshard(printer.print)
         )
         shards = sharded.map.shards
     if moved is None:
@@ -298,14 +297,14 @@ def reshard(
             console.say(f"  {each}")
 
 
-class _Teller:
-    """Says when a reshard comes to its next step."""
+class _ProgressPrinter:
+    """Prints the steps of a reshard."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         self._step = ""
 
-    def tell(self, progress: ReshardProgress) -> None:
+    def print(self, progress: ReshardProgress) -> None:
         if progress.step == self._step:
             return
         self._step = progress.step
@@ -313,14 +312,14 @@ class _Teller:
             console.say_json({"step": str(progress.step), "moved": progress.moved})
         else:
             console.warn(
-                f"{progress.step}, {console.format_count(progress.moved, 'event')} moved so far"
+                f"{progress.step}, {console.format_count(progress.moved, 'event')} moved until now"
             )
 
 
-# ── choosing ─────────────────────────────────────────────────────────────────────────────────────
+# ── selections ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _selection(
+def _make_selection(
     states: list[str] | None,
     ids: list[int] | None,
     names: list[str] | None,
@@ -329,7 +328,7 @@ def _selection(
 ) -> EventSelection:
     from turnlane.table.queue import EventSelection
 
-    since, until = map(_nanoseconds, ("--since", "--until"), due)
+    since, until = map(_parse_time, ("--since", "--until"), due)
     for state in states or ():
         if state not in STATES:
             raise ConfigError("--state", f"is one of {', '.join(STATES)}, not {state!r}")
@@ -348,24 +347,24 @@ def _check_key(place: ShardTable, keys: list[str] | None) -> None:
         raise ConfigError("--key", f"{place.queue.name!r} has no SHARD BY column")
 
 
-def _nanoseconds(option: str, text: str | None) -> int | None:
+def _parse_time(option: str, text: str | None) -> int | None:
     from turnlane.table.queue import convert_to_nanoseconds
 
     found = parse_moment(option, text)
     return None if found is None else convert_to_nanoseconds(found)
 
 
-# ── words ────────────────────────────────────────────────────────────────────────────────────────
+# ── printing ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _ddl(database: Database, statement: str) -> list[str]:
+def _build_ddl(database: Database, statement: str) -> list[str]:
     try:
         return database.ddl(statement)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--print") from None
 
 
-def _say_ddl(statements: list[str], *, as_json: bool) -> None:
+def _print_ddl(statements: list[str], *, as_json: bool) -> None:
     for statement in statements:
         if as_json:
             console.say_json({"statement": statement})
@@ -373,7 +372,7 @@ def _say_ddl(statements: list[str], *, as_json: bool) -> None:
             console.say(f"{statement};\n")
 
 
-def _say_done(queue: str, count: int, what: str, *, as_json: bool) -> None:
+def _print_count(queue: str, count: int, what: str, *, as_json: bool) -> None:
     if as_json:
         console.say_json({"queue": queue, "events": count})
     else:

@@ -1,7 +1,7 @@
 """Queue tables of remote nodes: receive their events over Arrow Flight.
 
 A receiver has one link to each node, and a link has one stream at a time. An event is settled on
-its stream, by its number there. The node answers a flush once: the acks so far are stored, or some
+its stream, by its number there. The node answers a flush once: all earlier acks are stored, or some
 of them are lost. When a stream ends, acks without an answer count as lost.
 """
 
@@ -113,7 +113,7 @@ class RemoteReceiver(Closeable):
     def flush(
         self, timeout: float | None = None, events: Iterable[TableEvent] | None = None
     ) -> bool:
-        """Wait until the acks so far are stored on every node; false on timeout.
+        """Wait until the acks until now are stored on every node; false on timeout.
 
         Raises ``LeadLost`` if some are lost: their events fire again. With ``events``, raises it at
         every call if acks of these events are lost. Without, raises it once in each thread for any
@@ -194,7 +194,7 @@ class _Link:
             self._lost += 1
 
     def flush(self, until: float | None) -> bool:
-        """Wait until the result of all acks so far is known; false on timeout."""
+        """Wait until the result of all acks until now is known; false on timeout."""
         with self._lock:
             stream = self._stream
         return stream is None or stream.flush(until)
@@ -252,7 +252,7 @@ class _ReceiveCall:
         self._asks: dict[int, int] = {}
         """The flushes without an answer: the number of a flush, and its last ack."""
         self._sent = 0
-        """The number of acks so far."""
+        """The number of acks until now."""
         self._told = 0
         """The number of acks whose result is known."""
         self._lost: list[range] = []
@@ -294,7 +294,7 @@ class _ReceiveCall:
                 raise TransportDown(f"{self._place}: {about['ended']}")
 
     def flush(self, until: float | None) -> bool:
-        """Wait until the result of all acks so far is known; false on timeout."""
+        """Wait until the result of all acks until now is known; false on timeout."""
         with self._writing:
             with self._changed:
                 sent = self._sent

@@ -268,7 +268,7 @@ class _DocumentBuilder:
             else:
                 self._document.keys[*path, key.value] = FilePosition.of(key)
                 made[key.value] = self.build(value, (*path, key.value))
-        for key, value in merged:  # own entries win, then those of the first merged mapping
+        for key, value in merged:  # own entries win, then entries of the first merged mapping
             if isinstance(key, ScalarNode) and key.value not in made:
                 self._document.keys[*path, key.value] = FilePosition.of(key)
                 made[key.value] = self.build(value, (*path, key.value))

@@ -212,7 +212,7 @@ class PipelineSettings(SettingsModel):
         return tuple(action for action in self.queued_actions if action.name not in joined)
 
     def lane_names(self) -> Iterator[str]:
-        """Yield the names of all lanes: the main lane first, then those of the actions."""
+        """Yield the names of all lanes: the main lane first, then the lanes of the actions."""
         yield MAIN
         for action in self.actions_with_lane:
             yield action.name
