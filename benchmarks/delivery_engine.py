@@ -27,7 +27,7 @@ from turnlane.delivery.engine import Engine
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.events import Block
 from turnlane.outputs.api import DiscardOutput, Output, OutputSettings
-from turnlane.outputs.http import BodyFormat, HttpOutput, HttpOutputSettings
+from turnlane.outputs.http import HttpOutput, HttpOutputSettings
 
 SIZE = 200
 BATCH = 1000
@@ -93,7 +93,7 @@ def post_bare(url: str, bodies: Sequence[bytes], concurrency: int) -> float:
 
 def create_http_output(url: str) -> HttpOutput:
     """Create the output with the settings of the bare loop."""
-    return HttpOutput(HttpOutputSettings(url=url, format=BodyFormat.RAW))
+    return HttpOutput(HttpOutputSettings(url=url, format="raw"))
 
 
 def delivered(output: Output, settings: DeliverySettings, blocks: Sequence[Block]) -> float:

@@ -8,7 +8,7 @@ from turnlane.client.destination import RemoteDestinationState
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.delivery.workers import SendActivity
-from turnlane.outputs.http import BodyFormat, HttpOutput, HttpOutputSettings
+from turnlane.outputs.http import HttpOutput, HttpOutputSettings
 
 EVENTS = 50
 LIMIT = 4
@@ -21,7 +21,7 @@ def deliver(node: str, server: str) -> None:
     )
     with (
         connect(node) as client,
-        HttpOutput(HttpOutputSettings(url=server, format=BodyFormat.RAW)) as output,
+        HttpOutput(HttpOutputSettings(url=server, format="raw")) as output,
     ):
         activity = SendActivity()
         with (

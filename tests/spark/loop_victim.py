@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.spark.loop import Pipe
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import LaneTaken, RetryLater
-from turnlane.outputs.http import BodyFormat, HttpOutputSettings
+from turnlane.outputs.http import HttpOutputSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings
 from turnlane.queues.settings import QueueSettings
 
@@ -24,7 +24,7 @@ def action(server: str) -> ActionSettings:
         queue=QueueSettings.of(kind="disk", name="a", path=Path("a")),
         delivery=delivery,
         lane=LaneSettings(max_events=200),
-        output=HttpOutputSettings(url=server, format=BodyFormat.RAW),
+        output=HttpOutputSettings(url=server, format="raw"),
     )
 
 

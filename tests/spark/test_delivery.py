@@ -25,7 +25,7 @@ from tests.spark.nodes import Served, serving
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.formats.parse_settings import ParseSettings
 from turnlane.outputs.file import FileOutputSettings
-from turnlane.outputs.http import BodyFormat, HttpOutputSettings
+from turnlane.outputs.http import HttpOutputSettings
 from turnlane.pipeline.settings import ActionSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
 from turnlane.spark.lane import LaneState, LaneStatus
@@ -88,10 +88,7 @@ def world(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with ExitStack() as opened:
         node = opened.enter_context(serving(place / "data", {name: {} for name in names}))
         at = {name: Destination(opened.enter_context(run_server())) for name in ("plain", "direct")}
-        to = {
-            name: HttpOutputSettings(url=each.url, format=BodyFormat.RAW)
-            for name, each in at.items()
-        }
+        to = {name: HttpOutputSettings(url=each.url, format="raw") for name, each in at.items()}
         file = FileOutputSettings(type="file", path=place / "steady", format="raw")
         settings = PipelineSettings(
             parse=ParseSettings.model_validate("none"),

@@ -19,7 +19,7 @@ from tests.spark.loop import Loop, Pipe
 from tests.spark.nodes import Served, serving
 from turnlane.delivery.settings import DeadLetterSettings, DeliverySettings
 from turnlane.errors import StorageFailed
-from turnlane.outputs.http import BodyFormat, HttpOutputSettings
+from turnlane.outputs.http import HttpOutputSettings
 from turnlane.pipeline.settings import ActionSettings
 from turnlane.queues.settings import QueueSettings
 from turnlane.testing import FaultyDisk
@@ -54,7 +54,7 @@ def lane(node: Served, at: Destination, letters: DeadLetterSettings = KEEPING) -
         name="a",
         queue=QueueSettings.of(kind="disk", name="a", path=Path("a")),
         delivery=DeliverySettings(backoff=0.001, max_backoff=0.001, dead_letters=letters),
-        output=HttpOutputSettings(url=at.url, format=BodyFormat.RAW),
+        output=HttpOutputSettings(url=at.url, format="raw"),
     )
     return Pipe(node.url, action).lanes["a"]
 

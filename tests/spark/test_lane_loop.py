@@ -24,7 +24,7 @@ from turnlane.delivery.settings import DIRECT, DeliverySettings, FailoverSetting
 from turnlane.errors import LaneTaken
 from turnlane.node.flight.server import FlightPlane
 from turnlane.outputs.file import FileOutputSettings
-from turnlane.outputs.http import BodyFormat, HttpOutputSettings
+from turnlane.outputs.http import HttpOutputSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
 from turnlane.serving.auth import Authority
@@ -97,7 +97,7 @@ def http(name: str, at: Destination | Port, *, queued: bool = True, **more: Any)
     """Create an action that posts events with its name, or a given word, as key."""
     delivery = DeliverySettings.model_validate(SOON | more.pop("delivery", {}))
     queue = QueueSettings.of(kind="disk", name=name, path=Path(name)) if queued else None
-    output = HttpOutputSettings(url=at.url, format=BodyFormat.RAW, timeout=20.0)
+    output = HttpOutputSettings(url=at.url, format="raw", timeout=20.0)
     settings = {"filter": name, **more}
     return ActionSettings(name=name, queue=queue, delivery=delivery, output=output, **settings)
 

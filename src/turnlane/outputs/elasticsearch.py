@@ -30,7 +30,6 @@ from turnlane.outputs.http_client import (
 from turnlane.outputs.http_requests import (
     BaseHttpUrl,
     BlockRows,
-    BodyCompression,
     HttpRequest,
     RequestOutput,
     RequestOutputSettings,
@@ -81,8 +80,8 @@ class ElasticsearchOutputSettings(RequestOutputSettings):
     pipeline: str | None = Field(
         default=None, description="The ingest pipeline that Elasticsearch applies."
     )
-    compression: Literal[BodyCompression.NONE, BodyCompression.GZIP] = Field(
-        default=BodyCompression.GZIP, description="How the bodies of requests are compressed."
+    compression: Literal["none", "gzip"] = Field(
+        default="gzip", description="How the bodies of requests are compressed."
     )
 
     @property

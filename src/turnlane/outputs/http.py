@@ -6,7 +6,6 @@ be templates; events with different URLs or headers go in different requests.
 
 from __future__ import annotations
 
-import enum
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -45,24 +44,12 @@ from turnlane.outputs.templates import (
 )
 from turnlane.validation import ConfigIssue, ContradictorySettings
 
-
-class BodyFormat(enum.StrEnum):
-    """The format of a request's body."""
-
-    JSON = "json"
-    """A JSON array of events."""
-    JSONL = "jsonl"
-    """A line of JSON for each event."""
-    RAW = "raw"
-    """A line for each event with its unchanged value."""
-
-
 _CONTENT_TYPES: Final = {
-    BodyFormat.JSON: "application/json",
-    BodyFormat.JSONL: "application/x-ndjson",
-    BodyFormat.RAW: "text/plain; charset=utf-8",
+    "json": "application/json",
+    "jsonl": "application/x-ndjson",
+    "raw": "text/plain; charset=utf-8",
 }
-_SINGLE_CONTENT_TYPES: Final = {**_CONTENT_TYPES, BodyFormat.JSONL: "application/json"}
+_SINGLE_CONTENT_TYPES: Final = {**_CONTENT_TYPES, "jsonl": "application/json"}
 _COMMA: Final = pa.scalar(b",", pa.large_binary())
 _EMPTY_OBJECT: Final = pa.scalar(b"{}", pa.large_binary())
 _QUOTE_AND_COMMA: Final = pa.scalar(b'",', pa.large_binary())
@@ -90,8 +77,8 @@ class HttpOutputSettings(RequestOutputSettings):
         repr=False,
         description="Headers of every request; they may contain `{column}`.",
     )
-    format: BodyFormat = Field(
-        default=BodyFormat.JSON,
+    format: Literal["json", "jsonl", "raw"] = Field(
+        default="json",
         description="The body is a JSON array (`json`), or a line for each event: JSON (`jsonl`) "
         "or the unchanged value (`raw`).",
     )
@@ -117,7 +104,7 @@ class HttpOutputSettings(RequestOutputSettings):
 
     @model_validator(mode="after")
     def _check_event_id(self) -> Self:
-        if self.event_id is not None and (self.format is BodyFormat.RAW or self.body is not None):
+        if self.event_id is not None and (self.format == "raw" or self.body is not None):
             message = "needs events as JSON objects; a body or a header may contain {event_id}"
             raise ContradictorySettings([ConfigIssue("event_id", message)])
         return self
@@ -152,7 +139,7 @@ class HttpOutput(RequestOutput):
     def prepare(self, block: Block) -> list[HttpRequest]:
         """Make one request for all events that have the same URL and headers."""
         if self._body is not None:
-            escape = None if self.settings.format is BodyFormat.RAW else escape_json
+            escape = None if self.settings.format == "raw" else escape_json
             payloads = to_large_binary(self._body.fill(block, escape))
         else:
             payloads = to_large_binary(block.column("payload"))
@@ -203,7 +190,7 @@ class HttpOutput(RequestOutput):
     def _make_body(self, payloads: Any) -> pa.Buffer:  # noqa: ANN401
         if self.settings.one_by_one:
             return join_texts(payloads).data
-        if self.settings.format is BodyFormat.JSON:
+        if self.settings.format == "json":
             elements = join_texts(join_columns(payloads, _COMMA)).data
             return pa.py_buffer(b"".join((b"[", elements[:-1], b"]")))
         return join_lines(payloads)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import abc
 import base64
-import enum
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -127,14 +126,6 @@ HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")]  # 
 HeaderText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
-class BodyCompression(enum.StrEnum):
-    """How the body of a request is compressed."""
-
-    NONE = "none"
-    GZIP = "gzip"
-    ZSTD = "zstd"
-
-
 class RequestOutputSettings(OutputSettings):
     """The settings that all outputs over HTTP have."""
 
@@ -149,8 +140,8 @@ class RequestOutputSettings(OutputSettings):
         default_factory=ClientTls,
         description="For https: the authorities to trust, and the certificate to present.",
     )
-    compression: BodyCompression = Field(
-        default=BodyCompression.NONE, description="How the bodies of requests are compressed."
+    compression: Literal["none", "gzip", "zstd"] = Field(
+        default="none", description="How the bodies of requests are compressed."
     )
     connect_timeout: Duration = Field(
         default=10.0, gt=0, description="How long it may take to connect."
@@ -248,10 +239,9 @@ class RequestOutput(Output):
         if key is not None:
             added[IDEMPOTENCY_KEY] = key.encode()
         compression = self.settings.compression
-        if compression is not BodyCompression.NONE:
-            added["Content-Encoding"] = compression.value.encode()
-            name: Any = compression.value
-            body = pa.Codec(name, compression_level=_COMPRESSION_LEVEL).compress(body)
+        if compression != "none":
+            added["Content-Encoding"] = compression.encode()
+            body = pa.Codec(compression, compression_level=_COMPRESSION_LEVEL).compress(body)
         given = self.get_headers() if headers is None else headers
         return body, _merge_headers(added, given)
 

@@ -34,7 +34,6 @@ from turnlane.outputs.http_client import HttpResponse, quote_body
 from turnlane.outputs.http_requests import (
     BaseHttpUrl,
     BlockRows,
-    BodyCompression,
     HttpRequest,
     RequestOutput,
     RequestOutputSettings,
@@ -62,8 +61,8 @@ class OtlpOutputSettings(RequestOutputSettings):
         description="The attributes of the resource for events that are not telemetry.",
         examples=[{"service.name": "shop"}],
     )
-    compression: BodyCompression = Field(
-        default=BodyCompression.GZIP, description="How the bodies of requests are compressed."
+    compression: Literal["none", "gzip", "zstd"] = Field(
+        default="gzip", description="How the bodies of requests are compressed."
     )
 
     format: ClassVar[str] = "raw"
