@@ -110,24 +110,20 @@ def read_parts(
     source = group[0].source if group else None
     if source is not None:
         wanted = [_read_references(part, staging) for part in group]
-        yield from _read_source(queues[source], wanted)
+        try:
+            yield from read_referenced_events(queues[source], wanted)
+        except QueueClosed:
+            raise
+        except (OSError, *PERMANENT_ERRORS) as error:
+            # Wait before the next attempt: a queue gives an event up after a few failed reads.
+            message = f"queue {source!r} cannot be read: {error}"
+            raise RetryLater(message, after=READ_RETRY_SECONDS) from error
         return
     for number, part in enumerate(group):
         index = 0
         for block in staging.blocks(part.stage):
             yield number, index, block
             index += block.num_rows
-
-
-def _read_source(source: BufferedQueue, wanted: Sequence[OffsetArray]) -> Iterator[CopiedBlock]:
-    try:
-        yield from read_referenced_events(source, wanted)
-    except QueueClosed:
-        raise
-    except (OSError, *PERMANENT_ERRORS) as error:
-        # Wait before the next attempt: a queue gives an event up after a few failed reads.
-        message = f"queue {source.name!r} cannot be read: {error}"
-        raise RetryLater(message, after=READ_RETRY_SECONDS) from error
 
 
 def count_part_events(part: CommitPart, staging: Staging) -> int:
@@ -343,7 +339,12 @@ class CommitJob:
         """
         self._update_record()
         parts = self._publish(deadline)
-        self._record_remaining(parts)
+        if not self._stages.issuperset(part.stage for part in parts):
+            # Record the restaged events before the originals are settled in their source queue.
+            self.plan = replace(self.plan, parts=parts)
+            self._stages.update(self.plan.stages)
+            self._is_changed = True
+            self._update_record()
         ranges = self._settle()
         if self.plan.writer is not None:
             self._context.writers.record(self.plan.writer, self.plan.epoch)
@@ -366,15 +367,6 @@ class CommitJob:
         """
         parts = [part for part in self.failed.parts if part.published is None]
         return get_lock_names(parts, self.failed.ranges, None)
-
-    def _record_remaining(self, parts: Sequence[CommitPart]) -> None:
-        """Record the restaged events before the originals are settled in their source queue."""
-        if self._stages.issuperset(part.stage for part in parts):
-            return  # the record names these stages already
-        self.plan = replace(self.plan, parts=parts)
-        self._stages.update(self.plan.stages)
-        self._is_changed = True
-        self._update_record()
 
     def _update_record(self) -> None:
         """Write the current plan to the record if it has changed."""
@@ -458,7 +450,14 @@ class CommitJob:
         published = None if queue is None else max(0, get_next_sequence(queue) - part.sequence)
         if part.source is None or part.source not in self._queues:
             return [part._replace(published=published)]
-        # The commit is about to settle the events in their source queue, so stage them now.
+        # The commit is about to settle the events in their source queue, so stage them now, once.
+        if part not in self._restaged:
+            try:
+                self._restaged[part] = restage_events(part, self._context.staging, self._queues)
+            except QueueClosed:
+                if not self._is_dropped(self._queues[part.source]):
+                    raise
+                self._restaged[part] = []
         return [
             CommitPart(
                 each.stage,
@@ -466,19 +465,8 @@ class CommitJob:
                 part.sequence + each.first,
                 None if published is None else min(each.events, max(0, published - each.first)),
             )
-            for each in self._restage(part, self._queues[part.source])
+            for each in self._restaged[part]
         ]
-
-    def _restage(self, part: CommitPart, source: BufferedQueue) -> list[RestagedEvents]:
-        """Stage the referenced events of a part once; none if their queue was dropped."""
-        if part not in self._restaged:
-            try:
-                self._restaged[part] = restage_events(part, self._context.staging, self._queues)
-            except QueueClosed:
-                if not self._is_dropped(source):
-                    raise
-                self._restaged[part] = []
-        return self._restaged[part]
 
     # ── ranges ───────────────────────────────────────────────────────────────────────────────────
 

@@ -305,14 +305,11 @@ class WriterEpochs:
         self._disk.write_whole(self._get_path(writer), values.encode())
         self._count += known is None
         if self._count > MAX_WRITERS:
-            self._forget_oldest()
-
-    def _forget_oldest(self) -> None:
-        """Forget a tenth of the writers, so that not every new writer causes a search."""
-        files = sorted(self._list_files(), key=lambda path: path.stat().st_mtime_ns)
-        for path in files[: max(1, MAX_WRITERS // 10)]:
-            self._disk.unlink(path)
-        self._count = len(self._list_files())
+            # Forget the oldest tenth, so that not every new writer causes a search.
+            files = sorted(self._list_files(), key=lambda path: path.stat().st_mtime_ns)
+            for path in files[: max(1, MAX_WRITERS // 10)]:
+                self._disk.unlink(path)
+            self._count = len(self._list_files())
 
     def _list_files(self) -> list[Path]:
         names = self._disk.listing(self._directory)

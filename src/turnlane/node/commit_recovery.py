@@ -106,22 +106,17 @@ def _find_open_queues(plan: CommitPlan, context: CommitContext) -> dict[str, Buf
 
 
 def _adapt_plan(plan: CommitPlan, queues: Queues) -> CommitPlan:
-    """Remove the parts of dropped queues, and the offsets that the queues no longer know."""
+    """Remove the parts of dropped queues, and the offsets that the queues no longer have."""
     parts = [
-        _limit_references(part, queues)
+        part._replace(source_end=min(part.source_end, queues[part.source].end))
+        if part.source in queues and part.source is not None
+        else part
         for part in plan.parts
         if not _is_other_queue(part.queue, plan, queues)
         and not (part.source is not None and _is_other_queue(part.source, plan, queues))
     ]
     limited = [_limit_range(each, plan, queues) for each in plan.ranges]
     return replace(plan, parts=parts, ranges=[each for each in limited if each is not None])
-
-
-def _limit_references(part: CommitPart, queues: Queues) -> CommitPart:
-    """Ignore references of a part to offsets that its source does not have any more."""
-    if part.source is None or part.source not in queues:
-        return part
-    return part._replace(source_end=min(part.source_end, queues[part.source].end))
 
 
 def _is_other_queue(name: str, plan: CommitPlan, queues: Queues) -> bool:

@@ -57,7 +57,6 @@ from turnlane.node.commit_record import (
     CommitLog,
     CommitPart,
     CommitPlan,
-    SettleRange,
     WriterEpochs,
     get_lock_names,
     name_publish_lock,
@@ -218,7 +217,8 @@ class Commits:
         """
         if commit.writer is not None and not (commit.stages or commit.ranges):
             raise ConfigError("writer", "a commit with a writer needs at least one stage or range")
-        locks = self._locks.acquire(self._get_lock_names(commit))
+        stages = filter(None, map(self._staging.find_contents, commit.stages))
+        locks = self._locks.acquire(get_lock_names(stages, commit.ranges, commit.writer))
         job = None
         try:
             if self._is_repeat(commit):
@@ -226,8 +226,13 @@ class Commits:
                 self.abort(commit.stages)
                 return False
             check()
-            if commit.exact:
-                self._check_unsettled(commit.ranges)
+            for each in commit.ranges if commit.exact else ():
+                span = (each.first, each.end)
+                if self._queue(each.queue).filter_unsettled([span]) != [span]:
+                    raise RetryLater(
+                        f"queue {each.queue!r}: another consumer has settled some of the offsets "
+                        f"{each.first} to {each.end - 1}"
+                    )
             plan, job = self._record(commit)
         finally:
             if job is None:
@@ -235,7 +240,12 @@ class Commits:
         if job is not None:
             self._apply(job, locks)
             self.total += 1
-        self._keep_rest_in_memory(commit, plan)
+        # Keep the stages in memory for which the queue, or the disk, had no room.
+        for stage in set(commit.stages).difference(plan.stages):
+            contents = self._staging.get_contents(stage)
+            self.overflow.add(contents.queue, self._staging.blocks(stage), contents.spare)
+            self._staging.release_claims([stage])
+            self.abort([stage])
         return True
 
     def abort(self, stages: Sequence[str]) -> None:
@@ -297,10 +307,6 @@ class Commits:
 
     # ── requested ────────────────────────────────────────────────────────────────────────────────
 
-    def _get_lock_names(self, commit: Commit) -> set[str]:
-        stages = map(self._staging.find_contents, commit.stages)
-        return get_lock_names(filter(None, stages), commit.ranges, commit.writer)
-
     def _is_repeat(self, commit: Commit) -> bool:
         if commit.writer is not None:
             last = self.get_epoch(commit.writer)
@@ -310,15 +316,6 @@ class Commits:
         return bool(ranges) and all(
             self._queue(each.queue).is_settled(each.first, each.end) for each in ranges
         )
-
-    def _check_unsettled(self, ranges: Sequence[SettleRange]) -> None:
-        for each in ranges:
-            span = (each.first, each.end)
-            if self._queue(each.queue).filter_unsettled([span]) != [span]:
-                raise RetryLater(
-                    f"queue {each.queue!r}: another consumer has settled some of the offsets "
-                    f"{each.first} to {each.end - 1}"
-                )
 
     def _record(self, commit: Commit) -> tuple[CommitPlan, CommitJob | None]:
         """Check that the commit can be applied, and write its record unless it is empty."""
@@ -330,23 +327,20 @@ class Commits:
             plan = CommitPlan(parts, commit.ranges, commit.writer, commit.epoch, ids)
             if plan.is_empty:
                 return plan, None
-            plan, path = self._write_record(commit, plan)
+            path = None
+            try:
+                path = self._log.append(plan)
+            except StorageFailed:
+                stages = map(self._staging.get_contents, commit.stages)
+                if not commit.stages or commit.writer or not all(each.diskless for each in stages):
+                    raise
+                # All stages are diskless, so their events wait in memory, and a queue always has
+                # room for acks. Offsets that are not settled when the node ends are read again.
+                plan = replace(plan, parts=())
             return plan, CommitJob(plan, path, queues, self._context)
         except BaseException:
             self._staging.release_claims(commit.stages)
             raise
-
-    def _write_record(self, commit: Commit, plan: CommitPlan) -> tuple[CommitPlan, Path | None]:
-        """Write the record; continue without one if all stages are diskless. ``StorageFailed``."""
-        try:
-            return plan, self._log.append(plan)
-        except StorageFailed:
-            stages = map(self._staging.get_contents, commit.stages)
-            if not commit.stages or commit.writer or not all(each.diskless for each in stages):
-                raise
-            # The staged events wait in memory, and a queue always has room for acks. Offsets that
-            # are not settled when the node ends are read again.
-            return replace(plan, parts=()), None
 
     def _find_open_queues(self, commit: Commit) -> dict[str, BufferedQueue]:
         """Return the queues of a commit. Raises ``NoSuchStage``, ``NoSuchQueue``, ``QueueClosed``.
@@ -441,14 +435,6 @@ class Commits:
         if failed:
             self._locks.enqueue(failed, stuck=_FAILED_RECORD)
         self._locks.release(locks)
-
-    def _keep_rest_in_memory(self, commit: Commit, plan: CommitPlan) -> None:
-        """Keep the stages in memory for which the queue, or the disk, had no room."""
-        for stage in set(commit.stages).difference(plan.stages):
-            contents = self._staging.get_contents(stage)
-            self.overflow.add(contents.queue, self._staging.blocks(stage), contents.spare)
-            self._staging.release_claims([stage])
-            self.abort([stage])
 
 
 def get_free_capacity(queue: BufferedQueue) -> int | None:

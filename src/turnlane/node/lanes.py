@@ -48,20 +48,24 @@ class LanePlan(NamedTuple):
 
 
 @dataclass(slots=True)
-class _LaneRun:
+class LaneRun:
+    """The present run of a lane, with its last plan."""
+
     run: str
     planned: LanePlan
     retired: deque[str]
     """The runs that were replaced and could still send requests."""
     committed: bool = False
+    """Whether the plan is committed."""
     kept: int = 0
+    """How many events the last commit has kept."""
 
 
 class Lanes:
     """The lanes of a node, in memory only: after a restart a lane begins at its cursor."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, _LaneRun] = {}
+        self._lanes: dict[str, LaneRun] = {}
         """The longest inactive lane first."""
         self._lock = threading.Lock()
 
@@ -73,14 +77,13 @@ class Lanes:
             retired = deque[str](maxlen=MAX_RETIRED_RUNS) if known is None else known.retired
             if known is not None and known.run != run:
                 retired.append(known.run)
-            self._lanes[lane] = _LaneRun(run, planned, retired)
+            self._lanes[lane] = LaneRun(run, planned, retired)
             if len(self._lanes) > MAX_LANES:
                 del self._lanes[next(iter(self._lanes))]
 
-    def get_queue_name(self, lane: str) -> str | None:
-        """Return the queue of the last plan of a lane, ``None`` if there is no plan."""
-        known = self._lanes.get(lane)
-        return None if known is None else known.planned.queue
+    def find(self, lane: str) -> LaneRun | None:
+        """Return the present run of a lane, ``None`` if the lane is unknown."""
+        return self._lanes.get(lane)
 
     def get_plan(self, lane: str, run: str) -> LanePlan:
         """Return the last plan of a run.
@@ -95,11 +98,6 @@ class Lanes:
                 raise LaneTaken(f"this run of lane {lane!r} is unknown here: restart the lane")
             return known.planned
 
-    def is_committed(self, lane: str) -> bool:
-        """Whether the last plan is committed."""
-        known = self._lanes.get(lane)
-        return known is not None and known.committed
-
     def mark_committed(self, lane: str, run: str, kept: Iterable[Span] = ()) -> None:
         """Note that the plan of a run is committed, except for the ``kept`` offsets."""
         with self._lock:
@@ -107,11 +105,6 @@ class Lanes:
             if known is not None and known.run == run:
                 known.committed = True
                 known.kept = count_offsets(kept)
-
-    def count_kept(self, lane: str) -> int:
-        """Return how many events the last commit of a lane has kept."""
-        known = self._lanes.get(lane)
-        return 0 if known is None else known.kept
 
     def _check(self, lane: str, run: str) -> None:
         known = self._lanes.get(lane)

@@ -261,7 +261,11 @@ class Node(Closeable):
         self._by_pipeline: set[str] = set()
         self._dropped = DroppedQueues(data / "queues", self._disk)
         with contextlib.ExitStack() as opened:
-            opened.callback(self._disk.close, self._lock_data(data))
+            try:
+                data.mkdir(parents=True, exist_ok=True)
+                opened.callback(self._disk.close, lock_directory(data, self._disk))
+            except OSError as error:
+                raise DirectoryUnusable(f"{data}: {error.strerror or error}") from error
             self.staging = Staging(data / "staging", self._disk)
             self.commits = Commits(data / "commits", self._disk, self.staging, self.queue)
             opened.callback(self.commits.close)  # after the queues are closed
@@ -291,13 +295,6 @@ class Node(Closeable):
         for name in sorted(self._by_pipeline - self._configured):
             if name in self._queues and (pending := self._queues[name].stats().ledger.pending):
                 yield name, pending
-
-    def _lock_data(self, data: Path) -> int:
-        try:
-            data.mkdir(parents=True, exist_ok=True)
-            return lock_directory(data, self._disk)
-        except OSError as error:
-            raise DirectoryUnusable(f"{data}: {error.strerror or error}") from error
 
     # ── queues ───────────────────────────────────────────────────────────────────────────────────
 

@@ -337,7 +337,12 @@ class OverflowBuffer:
                 if block.num_rows:
                     waiting.append(block)
                     sizes[name] += block.nbytes
-                    self._shrink(sizes, lost)
+                while sum(sizes.values()) > self._max_bytes:
+                    # Drop the oldest block of the largest backlog until all fit.
+                    largest = max(sizes, key=sizes.__getitem__)
+                    oldest = self._waiting[largest].popleft()
+                    sizes[largest] -= oldest.nbytes
+                    lost[largest] += oldest.num_rows
             excess = sum(block.num_rows for block in waiting) - max_events
             lost[name] += max(0, excess)
             while excess > 0:
@@ -350,14 +355,6 @@ class OverflowBuffer:
         )
         for each, events in (+lost).items():
             self._drop(each, events)
-
-    def _shrink(self, sizes: dict[str, int], lost: Counter[str]) -> None:
-        """Drop the oldest block of the largest backlog until all fit; count the lost events."""
-        while sum(sizes.values()) > self._max_bytes:
-            name = max(sizes, key=sizes.__getitem__)
-            oldest = self._waiting[name].popleft()
-            sizes[name] -= oldest.nbytes
-            lost[name] += oldest.num_rows
 
     def drain(self) -> int:
         """Publish as many events as the queues take; return the number."""

@@ -137,7 +137,8 @@ class Actions:
                 return {"spans": [], "pending": 0, "end": queue.end, "low": queue.low, "kept": 0}
         newest = command.newest * room // command.events
         found = queue.find_unsettled(room, newest, command.first)
-        kept = 0 if command.lane is None else self._node.lanes.count_kept(command.lane)
+        known = None if command.lane is None else self._node.lanes.find(command.lane)
+        kept = 0 if known is None else known.kept
         return {**found._asdict(), "low": queue.low, "kept": kept}
 
     def _wait_for_room(
@@ -236,13 +237,14 @@ class Actions:
             return None  # the queue was dropped since: its present events were not read
         # A commit with existing stages is not a repeat: their events were read on other nodes.
         is_new = any(map(self._node.staging.find_contents, command.stages))
-        return None if is_new and lanes.is_committed(command.lane) else planned
+        known = lanes.find(command.lane)
+        return None if is_new and known is not None and known.committed else planned
 
     def plan(self, command: messages.PlanCommand, caller: Caller) -> Answer:
         """Store the offsets that a lane reads now, for its commit."""
-        taken_from = self._node.lanes.get_queue_name(command.lane)
-        if taken_from is not None:
-            caller.check(Right.READ, taken_from)
+        replaced = self._node.lanes.find(command.lane)
+        if replaced is not None:
+            caller.check(Right.READ, replaced.planned.queue)
         queue = self._node.queue(command.queue)
         # End the earlier runs first: none of them can begin a commit after this.
         nothing = LanePlan(command.queue, (), command.batch, queue.queue_id)

@@ -365,25 +365,21 @@ def build_flight_error(error: Exception) -> flight.FlightError:
     details: dict[str, object] = {"error": name, "message": text}
     if isinstance(error, RetryLater) and error.after is not None:
         details["after"] = error.after
-    kind: Any = _find_error_kind(error)  # the stubs lack the arguments
+    # Not ArrowInvalid (INVALID_ARGUMENT): pyarrow adds a traceback to it, which shows the paths of
+    # this machine.
+    kind: Any = flight.FlightServerError  # Any: the stubs lack the arguments
+    if isinstance(error, NotAllowed):
+        known = error.known
+        kind = flight.FlightUnauthorizedError if known else flight.FlightUnauthenticatedError
+    elif isinstance(error, RetryLater | QueueClosed):
+        # A queue is closed because the node is stopping; the node will start again.
+        kind = flight.FlightUnavailableError
+    elif isinstance(error, Bug):
+        kind = flight.FlightInternalError
     made: flight.FlightError = kind(
         f"turnlane:{name}: {text}", extra_info=json.dumps(details).encode()
     )
     return made
-
-
-def _find_error_kind(error: Exception) -> type[flight.FlightError]:
-    if isinstance(error, NotAllowed):
-        known = error.known
-        return flight.FlightUnauthorizedError if known else flight.FlightUnauthenticatedError
-    # A queue is closed because the node is stopping; the node will start again.
-    if isinstance(error, RetryLater | QueueClosed):
-        return flight.FlightUnavailableError
-    if isinstance(error, Bug):
-        return flight.FlightInternalError
-    # Not ArrowInvalid (INVALID_ARGUMENT): pyarrow adds a traceback to it, which shows the paths of
-    # this machine.
-    return flight.FlightServerError
 
 
 @contextlib.contextmanager

@@ -115,7 +115,9 @@ class SequenceMap:
                 self._numbers.append(number)
                 self._offsets.append(self.queue.end)
                 if len(self._numbers) > MAX_PAIRS:
-                    self._thin_out()
+                    # Drop every other pair of the older half: their acks come with the next pair.
+                    half = len(self._numbers) // 2
+                    del self._numbers[1:half:2], self._offsets[1:half:2]
 
     def get_progress(self) -> NodeProgress:
         """Return the progress in sequence numbers of the producer."""
@@ -127,7 +129,9 @@ class SequenceMap:
                 progress = NodeProgress(
                     self._numbers[-1], self._below(persisted), self._below(delivered)
                 )
-                self._forget_below(progress.delivered)
+                # Forget the pairs of delivered events except the last, which is still needed.
+                passed = self._numbers.index(progress.delivered)
+                del self._numbers[:passed], self._offsets[:passed]
                 self._wake_at = min(self._next_above(persisted), self._next_above(delivered))
         return progress
 
@@ -141,17 +145,6 @@ class SequenceMap:
     def _next_above(self, offset: int) -> int:
         index = bisect_right(self._offsets, offset)
         return self._offsets[index] if index < len(self._offsets) else NO_OFFSET
-
-    def _forget_below(self, delivered: int) -> None:
-        """Forget the pairs of delivered events except the last, which is still needed."""
-        passed = self._numbers.index(delivered)
-        del self._numbers[:passed], self._offsets[:passed]
-
-    def _thin_out(self) -> None:
-        """Drop every other pair of the older half: their acks come with the next pair."""
-        half = len(self._numbers) // 2
-        for pairs in (self._numbers, self._offsets):
-            del pairs[1:half:2]
 
 
 class SequenceMaps:

@@ -253,18 +253,14 @@ class BrowserGuard:
         if is_foreign or headers.get("sec-fetch-site") in _FOREIGN:
             raise _make_refusal("pages of other sites may not use a node without tokens")
         # The owner of a page can make the name of its site resolve to this machine.
-        if self._is_local and host is not None and not _is_loopback(host):
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            name = ""
+        if self._is_local and host is not None and not Address(name, 0).is_loopback:
             raise _make_refusal(
                 f"{host[:80]!r} is no name of this machine for itself; use localhost, or tokens"
             )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    return Address(name, 0).is_loopback
 
 
 def _make_refusal(message: str) -> NotAllowed:

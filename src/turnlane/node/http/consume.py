@@ -6,7 +6,6 @@ import time
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator, with_config
-from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
@@ -159,6 +158,8 @@ class ConsumeRoutes:
         queue = call.find_queue()
         asked = call.parameters
         request = call.request
+        client = request.client
+        holder = "http" if client is None else f"{client.host}:{client.port}"
         deadline = time.monotonic() + asked.wait
         while True:
             left = deadline - time.monotonic()
@@ -168,7 +169,7 @@ class ConsumeRoutes:
                 asked.max_events,
                 min(max(left, 0.0), _SLICE),
                 asked.lease,
-                _name_holder(request),
+                holder,
             )
             if answer is not None:
                 break
@@ -187,7 +188,14 @@ class ConsumeRoutes:
         except QueueEmpty:
             return None
         try:
-            return lease, encode_json(_describe_lease(lease))
+            place = lease.batch.place
+            answer: LeasedJson = {
+                "lease": lease.id,
+                "first": place.first,
+                "attempt": place.attempt,
+                "events": encode_events(lease.batch.block, place.first),
+            }
+            return lease, encode_json(answer)
         except BaseException:
             self._context.node.leases.release(lease.id)
             raise
@@ -267,17 +275,3 @@ def _peek(queue: BufferedQueue, first: int, most: int) -> bytes:
         first = start + len(block)
     answer: PeekedJson = {"low": queue.low, "end": queue.end, "events": events}
     return encode_json(answer)
-
-
-def _describe_lease(lease: BatchLease) -> LeasedJson:
-    place = lease.batch.place
-    return {
-        "lease": lease.id,
-        "first": place.first,
-        "attempt": place.attempt,
-        "events": encode_events(lease.batch.block, place.first),
-    }
-
-
-def _name_holder(request: Request) -> str:
-    return "http" if request.client is None else f"{request.client.host}:{request.client.port}"

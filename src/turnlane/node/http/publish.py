@@ -235,7 +235,12 @@ class PublishRoutes:
         """
         if not block.num_rows:
             return Published(-1, 0, 0, 0)
-        _check_fits(queue, block)
+        if block.num_rows > queue.max_events or block.nbytes > queue.max_bytes:
+            raise EventTooLarge(
+                f"{block.num_rows} events of {block.nbytes} bytes are more than queue "
+                f"{queue.name!r} holds ({queue.max_events} events, {queue.max_bytes} bytes); send "
+                "fewer at a time"
+            )
         deadline = time.monotonic() + timeout
         threads = self._threads.of(queue.name)
         # A queue that may drop older events journals the drop at once, so it needs a thread too.
@@ -397,12 +402,3 @@ def _publish(
         return producer.publish_block(block, sequence=sequence, timeout=seconds)
     except QueueFull as error:
         raise build_full_error(queue) from error
-
-
-def _check_fits(queue: BufferedQueue, block: Block) -> None:
-    """Raise ``EventTooLarge`` for a block that could enter the queue only in parts."""
-    if block.num_rows > queue.max_events or block.nbytes > queue.max_bytes:
-        raise EventTooLarge(
-            f"{block.num_rows} events of {block.nbytes} bytes are more than queue {queue.name!r} "
-            f"holds ({queue.max_events} events, {queue.max_bytes} bytes); send fewer at a time"
-        )
