@@ -31,7 +31,7 @@ class Tasks(RuleBasedStateMachine):
     @rule(data=st.data())
     def ask(self, data: st.DataObject) -> None:
         task = data.draw(st.sampled_from(sorted(self.busy)))
-        self.share[task] = self.shares.of(task, LIMIT, self.busy, self.now)
+        self.share[task] = self.shares.compute(task, LIMIT, self.busy, self.now)
 
     @precondition(lambda self: self.busy)
     @rule(data=st.data())
@@ -66,27 +66,27 @@ TestTasks = Tasks.TestCase
 def test_all_tasks_get_equal_shares_after_asking_again() -> None:
     shares, busy = SendShares(), {"a": 0, "b": 0, "c": 0}
     for _ in range(2):
-        given = [shares.of(task, 9, busy, 0.0) for task in busy]
+        given = [shares.compute(task, 9, busy, 0.0) for task in busy]
     assert given == [3, 3, 3]
 
 
 def test_single_task_gets_the_whole_limit_after_a_while() -> None:
     shares = SendShares()
     for task in ("a", "b"):
-        shares.of(task, 8, {"a": 0, "b": 0}, 0.0)
-    assert shares.of("a", 8, {"a": 0}, 1.0) == 4
-    assert shares.of("a", 8, {"a": 0}, 1.0 + TASK_COUNT_SECONDS) == 8
+        shares.compute(task, 8, {"a": 0, "b": 0}, 0.0)
+    assert shares.compute("a", 8, {"a": 0}, 1.0) == 4
+    assert shares.compute("a", 8, {"a": 0}, 1.0 + TASK_COUNT_SECONDS) == 8
 
 
 def test_share_is_at_most_what_a_task_can_use() -> None:
     shares, busy = SendShares(), {"a": 0, "b": 0}
-    assert shares.of("a", 8, {"a": 0}, 0.0, most=3) == 3
-    assert shares.of("b", 8, busy, 0.0, most=3) == 3
+    assert shares.compute("a", 8, {"a": 0}, 0.0, most=3) == 3
+    assert shares.compute("b", 8, busy, 0.0, most=3) == 3
 
 
 def test_tasks_beyond_the_limit_wait_for_others() -> None:
     busy = dict.fromkeys("abc", 0)
     shares = SendShares()
     for _ in range(2):
-        given = [shares.of(task, 2, busy, 0.0) for task in busy]
+        given = [shares.compute(task, 2, busy, 0.0) for task in busy]
     assert given == [1, 1, 0]

@@ -150,8 +150,8 @@ def test_client_that_left_during_the_wait_gets_no_lease(
         callers.append(caller(self, context))
         return callers[-1]
 
-    caller = FlightPlane.caller
-    monkeypatch.setattr(FlightPlane, "caller", record_call)
+    caller = FlightPlane.get_caller
+    monkeypatch.setattr(FlightPlane, "get_caller", record_call)
     monkeypatch.setattr(read, "LOOK_SECONDS", 60.0)  # the client does not notice by itself
     queue = served.node.queue("disk")
     node = served.client().nodes[0]

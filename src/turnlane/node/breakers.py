@@ -37,7 +37,7 @@ class SendShares:
         self._most = 0
         self._until = 0.0
 
-    def of(
+    def compute(
         self, task: str, limit: int, busy: Mapping[str, int], now: float, most: int | None = None
     ) -> int:
         """Return the share of a task, at most ``most``, which is all that the task can use.
@@ -101,9 +101,13 @@ class ActionBreaker:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the state for JSON."""
-        return {"queue": self.queue, **self.activity()._asdict(), **asdict(self.gate.get_status())}
+        return {
+            "queue": self.queue,
+            **self.get_activity()._asdict(),
+            **asdict(self.gate.get_status()),
+        }
 
-    def activity(self) -> TaskActivity:
+    def get_activity(self) -> TaskActivity:
         """Return the present work of the live tasks."""
         alive = self.get_live_tasks(time.monotonic()).values()
         return TaskActivity(
@@ -126,34 +130,34 @@ class Breakers:
 
     def permit(self, request: BreakerRequest) -> SendPermit:
         """Return what a task may send now."""
-        return self._of(request).gate.request_permit()
+        return self._update(request).gate.request_permit()
 
     def report(self, request: BreakerRequest, report: SendReport) -> None:
         """Take the results of a task's sends into account."""
-        self._of(request).gate.report(report)
+        self._update(request).gate.report(report)
 
     def claim(self, request: BreakerRequest, count: int, within: float) -> float:
         """Return the seconds until a task may send ``count`` events under the rate limit.
 
         The events are reserved for the task if the wait is at most ``within`` seconds.
         """
-        return self._of(request).gate.claim(count, within)
+        return self._update(request).gate.claim(count, within)
 
     def share(self, request: BreakerRequest) -> int:
         """Return how many concurrent sends a task may have, of the limit of its action."""
         now = time.monotonic()
-        found = self._of(request)
+        found = self._update(request)
         with self._lock:
             busy = {key: task.sending for key, task in found.get_live_tasks(now).items()}
             busy.setdefault(request.task, request.sending)
             limit, most = request.settings.max_in_flight, request.settings.most_sends
-            return found.shares.of(request.task, limit, busy, now, most)
+            return found.shares.compute(request.task, limit, busy, now, most)
 
     def leave(self, request: BreakerRequest) -> None:
         """Remove a task that has ended."""
-        self._of(request).tasks.pop(request.task, None)
+        self._update(request).tasks.pop(request.task, None)
 
-    def _of(self, request: BreakerRequest) -> ActionBreaker:
+    def _update(self, request: BreakerRequest) -> ActionBreaker:
         """Return the breaker for a request, with the settings and the activity of the request.
 
         A change of the settings keeps the state of the destination: two pipelines with different

@@ -73,12 +73,12 @@ class ServedTableSettings(BaseModel):
         if (self.url is None) == (not self.shards):
             raise ContradictorySettings([ConfigIssue("url", "give either url or shards")])
         try:
-            self.map()
+            self.build_map()
         except ConfigError as error:
             raise ContradictorySettings([ConfigIssue("shards", get_message(error))]) from None
         return self
 
-    def map(self) -> ShardMap:
+    def build_map(self) -> ShardMap:
         """Return the shards. Raises ``ConfigError``."""
         shards = [(each.url, each.range) for each in self.shards]
         if self.url is not None:
@@ -96,7 +96,7 @@ class TableStream(Closeable):
         self._receiver = receiver
         self._events: dict[int, TableEvent] = {}
         """Events that were sent and are not settled, by number."""
-        self._unsure: dict[int, TableEvent] = {}
+        self._unconfirmed: dict[int, TableEvent] = {}
         """Events that :meth:`store` has settled and whose acks may not be stored."""
         self._next = 0
         self._changed = threading.Condition()
@@ -107,18 +107,18 @@ class TableStream(Closeable):
         Raises ``QueueClosed`` when the node stops serving the table.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._room() > 0, timeout)
-            room = self._room()
+            self._changed.wait_for(lambda: self._count_room() > 0, timeout)
+            room = self._count_room()
         events = self._receiver.take(min(room, MAX_MESSAGE_EVENTS), timeout) if room > 0 else []
         with self._changed:
             first = self._next
             self._next += len(events)
             self._events.update(enumerate(events, first))
-        return self._blocks(first, events) if events else []
+        return self._build_blocks(first, events) if events else []
 
     def ack(self, spans: Spans) -> None:
         """Settle events by their numbers. Settled events are ignored."""
-        self._receiver.ack([event for _, event in self._settled(spans)])
+        self._receiver.ack([event for _, event in self._pop_unsettled(spans)])
 
     def store(self, spans: Spans, timeout: float | None) -> bool:
         """Settle events and wait until their acks are stored; false on timeout.
@@ -126,25 +126,25 @@ class TableStream(Closeable):
         The call may be repeated. Raises ``LeadLost``, at every call, if acks of them are lost.
         """
         listed = list(spans)
-        events = dict(self._settled(listed))
+        events = dict(self._pop_unsettled(listed))
         with self._changed:
             before = {
                 number: event
-                for number, event in self._unsure.items()
+                for number, event in self._unconfirmed.items()
                 if any(first <= number < end for first, end in listed)
             }
-            self._unsure.update(events)
+            self._unconfirmed.update(events)
         self._receiver.ack(list(events.values()))
         stored = self._receiver.flush(timeout, (*before.values(), *events.values()))
         if stored:
             with self._changed:
                 for number in (*before, *events):
-                    self._unsure.pop(number, None)
+                    self._unconfirmed.pop(number, None)
         return stored
 
     def nack(self, spans: Spans, delay: float | None, error: str | None) -> None:
         """Request that events fire again."""
-        for _, event in self._settled(spans):
+        for _, event in self._pop_unsettled(spans):
             event.nack(delay, error)
 
     def flush(self, timeout: float | None) -> bool:
@@ -155,10 +155,10 @@ class TableStream(Closeable):
         """Close the receiver. The events that it did not settle fire again for others."""
         self._receiver.close()
 
-    def _room(self) -> int:
+    def _count_room(self) -> int:
         return self._receiver.prefetch - len(self._events)
 
-    def _blocks(self, first: int, events: Sequence[TableEvent]) -> list[tuple[int, Block]]:
+    def _build_blocks(self, first: int, events: Sequence[TableEvent]) -> list[tuple[int, Block]]:
         try:
             return [(first, build_block([event.row for event in events], self.schema))]
         except (pa.ArrowException, ValueError, TypeError, ArithmeticError) as error:
@@ -166,7 +166,7 @@ class TableStream(Closeable):
                 return [
                     found
                     for at, event in enumerate(events, first)
-                    for found in self._blocks(at, [event])
+                    for found in self._build_blocks(at, [event])
                 ]
             # SQLite stores text in a column of numbers. Such an event becomes a dead letter.
             log.warning(
@@ -175,7 +175,7 @@ class TableStream(Closeable):
             self.nack([(first, first + 1)], None, f"cannot be sent: {error}")
             return []
 
-    def _settled(self, spans: Spans) -> list[tuple[int, TableEvent]]:
+    def _pop_unsettled(self, spans: Spans) -> list[tuple[int, TableEvent]]:
         """Remove and return the unsettled events of the given numbers, with their numbers.
 
         Raises ``ValueError`` for a number that was never sent.
@@ -217,7 +217,7 @@ class ServedTable(Closeable):
 
     def __init__(self, name: str, settings: ServedTableSettings) -> None:
         self.name = name
-        self._shards = settings.map()
+        self._shards = settings.build_map()
         self._queue: ShardedQueue | None = None
         self._trouble: str = "its databases were not reached yet"
         self._over = threading.Event()

@@ -127,22 +127,26 @@ class SequenceMap:
             persisted, delivered = positions
             with self._lock:
                 progress = NodeProgress(
-                    self._numbers[-1], self._below(persisted), self._below(delivered)
+                    self._numbers[-1],
+                    self._get_number_below(persisted),
+                    self._get_number_below(delivered),
                 )
                 # Forget the pairs of delivered events except the last, which is still needed.
                 passed = self._numbers.index(progress.delivered)
                 del self._numbers[:passed], self._offsets[:passed]
-                self._wake_at = min(self._next_above(persisted), self._next_above(delivered))
+                self._wake_at = min(
+                    self._find_next_offset(persisted), self._find_next_offset(delivered)
+                )
         return progress
 
     def has_progress(self, position: int) -> bool:
         """Whether a watermark at ``position`` may change the progress. Needs the queue's lock."""
         return position >= self._wake_at
 
-    def _below(self, offset: int) -> int:
+    def _get_number_below(self, offset: int) -> int:
         return self._numbers[bisect_right(self._offsets, offset) - 1]
 
-    def _next_above(self, offset: int) -> int:
+    def _find_next_offset(self, offset: int) -> int:
         index = bisect_right(self._offsets, offset)
         return self._offsets[index] if index < len(self._offsets) else NO_OFFSET
 
@@ -227,7 +231,7 @@ class PublishStream:
             reporter = start_thread("turnlane-reporter", self._report_all)
             for block, metadata in self._peer.chunks:
                 self._take(block, metadata)
-            self._await_level()
+            self._wait_for_level()
         finally:
             self._queue.unobserve_acks(self._on_watermark)
             self._queue.cancel_urge(self._waiter)
@@ -290,7 +294,7 @@ class PublishStream:
                 self._next += done
                 self._highest = max(self._highest, self._next)
                 self._sequences.record(self._next)
-            self._changed()
+            self._notify_reporter()
             block = block.slice(done)
         self._unsynced += size
         if self._unsynced >= SYNC_REQUEST_BYTES:
@@ -335,9 +339,9 @@ class PublishStream:
     def _on_watermark(self, position: int) -> None:
         """Wake the reporter after a watermark has moved. The caller holds the queue's lock."""
         if self._sequences.has_progress(position):
-            self._changed()
+            self._notify_reporter()
 
-    def _changed(self) -> None:
+    def _notify_reporter(self) -> None:
         with self._news:
             self._is_news = True
             self._news.notify_all()
@@ -350,7 +354,7 @@ class PublishStream:
 
     def _report_all(self) -> None:
         try:
-            while self._await_news():
+            while self._wait_for_news():
                 self._report()
             if self._why:
                 self._send(ended=self._why)
@@ -358,18 +362,18 @@ class PublishStream:
             log.debug("flight.publisher_left", queue=self._queue.name, error=error)
             self.leave("the client has left")
 
-    def _await_news(self) -> bool:
+    def _wait_for_news(self) -> bool:
         """Wait until there may be progress to report; false once the stream has ended."""
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._is_news or self._over, LOOK_SECONDS)
                 is_news, self._is_news = self._is_news, False
             if time.monotonic() >= self._looked + LOOK_SECONDS:
-                self._look()
+                self._check_client()
             if is_news or self._over:
                 return not self._over
 
-    def _look(self) -> None:
+    def _check_client(self) -> None:
         """End the stream if the client has left or lost its right, or the queue is closed."""
         self._looked = time.monotonic()
         try:
@@ -389,7 +393,7 @@ class PublishStream:
                 self._reported = progress
                 self._news.notify_all()
 
-    def _await_level(self) -> None:
+    def _wait_for_level(self) -> None:
         """Wait, at the end of the data, until all events have reached the requested level."""
         index = list(AckLevel).index(self._level)
         if self._level is AckLevel.PERSISTED:

@@ -89,9 +89,9 @@ def read_stream(
     schema = get_queue_schema(queue)
     blocks = read_range(queue, command.first, end)
     if command.columns is None:
-        return _stream(schema, _read_all_columns(blocks, schema), call)
+        return _build_stream(schema, _read_all_columns(blocks, schema), call)
     chosen = _select_columns(schema, command.columns)
-    return _stream(chosen, _read_some_columns(blocks, chosen), call)
+    return _build_stream(chosen, _read_some_columns(blocks, chosen), call)
 
 
 def _read_all_columns(blocks: Blocks, schema: pa.Schema) -> Iterator[BlockWithMetadata]:
@@ -100,7 +100,7 @@ def _read_all_columns(blocks: Blocks, schema: pa.Schema) -> Iterator[BlockWithMe
         for first, block in blocks:
             if not known.issuperset(block.schema.names):
                 return  # the queue has a new column; the client asks again and gets it
-            yield conform_block(block, schema), _json(first=first)
+            yield conform_block(block, schema), _encode_metadata(first=first)
 
 
 def _read_some_columns(blocks: Blocks, schema: pa.Schema) -> Iterator[BlockWithMetadata]:
@@ -108,7 +108,7 @@ def _read_some_columns(blocks: Blocks, schema: pa.Schema) -> Iterator[BlockWithM
     some = ((first, _project_block(block, schema)) for first, block in blocks)
     with translate_errors():
         for first, block in join_consecutive(some, READ_EVENTS):
-            yield block, _json(first=first)
+            yield block, _encode_metadata(first=first)
 
 
 def _select_columns(schema: pa.Schema, names: list[str]) -> pa.Schema:
@@ -148,7 +148,7 @@ def consume_stream(
             lease = leases.take(queue, command.max_events, seconds, command.lease, command.holder)
             break
     else:
-        return _stream(BASE_SCHEMA, iter(()), call)
+        return _build_stream(BASE_SCHEMA, iter(()), call)
     is_complete = False
 
     def release_unless_complete() -> None:
@@ -160,7 +160,7 @@ def consume_stream(
         nonlocal is_complete
         first = lease.batch.place.first
         for block in blocks:
-            yield block, _json(lease=lease.id, first=first, attempt=lease.batch.attempt)
+            yield block, _encode_metadata(lease=lease.id, first=first, attempt=lease.batch.attempt)
             first += block.num_rows
         is_complete = True
 
@@ -168,10 +168,12 @@ def consume_stream(
     wait.check()  # the client may have left during the wait
     blocks = list(lease.batch.blocks)
     schema = pa.unify_schemas([block.schema for block in blocks])
-    return _stream(schema, read_blocks([conform_block(each, schema) for each in blocks]), call)
+    return _build_stream(
+        schema, read_blocks([conform_block(each, schema) for each in blocks]), call
+    )
 
 
-def _stream(
+def _build_stream(
     schema: pa.Schema, pieces: Iterator[BlockWithMetadata], call: ExitStack
 ) -> flight.FlightDataStream:
     begun = _keep_call_open(call, pieces)
@@ -192,7 +194,7 @@ def _keep_call_open(
         yield from pieces
 
 
-def _json(**values: object) -> pa.Buffer:
+def _encode_metadata(**values: object) -> pa.Buffer:
     return pa.py_buffer(json.dumps(values).encode())
 
 
@@ -247,7 +249,7 @@ class ReceiveStream:
                     return
                 for first, block in self._stream.take(LOOK_SECONDS):
                     with self._writing:
-                        self._writer.write_with_metadata(block, _json(first=first))
+                        self._writer.write_with_metadata(block, _encode_metadata(first=first))
         except QueueClosed:
             self._send_message(ended="the node does not serve the table any more")
         except pa.ArrowException as error:
@@ -258,7 +260,7 @@ class ReceiveStream:
 
     def _send_message(self, **message: object) -> None:
         with self._writing:
-            self._writer.write_metadata(_json(**message))
+            self._writer.write_metadata(_encode_metadata(**message))
 
 
 def serve_receiver(

@@ -188,14 +188,14 @@ class FlightPlane:
     # ── called by the server ─────────────────────────────────────────────────────────────────────
 
     @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
+    def run_call(self) -> Iterator[None]:
         """Run a call: refuse it while the node is stopping, and convert its errors."""
         with messages.translate_errors():
             if self.stopping or self.node.closing:
                 raise TransportDown("the node is stopping")
             yield
 
-    def caller(self, context: flight.ServerCallContext) -> Caller:
+    def get_caller(self, context: flight.ServerCallContext) -> Caller:
         """Return the caller of a call."""
         call = context.get_middleware("call")
         assert isinstance(call, FlightCall)
@@ -274,16 +274,18 @@ class _FlightServer(flight.FlightServerBase):
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
         """Publish, like ``do_put`` but with a stream that the client can cancel; or receive."""
-        with self._plane.call():
-            caller = self._plane.caller(context)
+        with self._plane.run_call():
+            caller = self._plane.get_caller(context)
             command = messages.parse_one_of(EXCHANGE_COMMANDS, descriptor.command)
             if isinstance(command, messages.ReceiveCommand):
                 caller.check(Right.READ, command.receive)
                 has_left = partial(caller.is_over, Right.READ, command.receive)
-                serve_receiver(self._plane.tables, command, self._chunks(reader), writer, has_left)
+                serve_receiver(
+                    self._plane.tables, command, self._read_chunks(reader), writer, has_left
+                )
             elif isinstance(command, messages.PublishCommand):
                 peer = Peer(
-                    self._chunks(reader),
+                    self._read_chunks(reader),
                     lambda data: writer.write_metadata(pa.py_buffer(data)),
                     context.is_cancelled,
                 )
@@ -297,10 +299,12 @@ class _FlightServer(flight.FlightServerBase):
         writer: flight.FlightMetadataWriter,
     ) -> None:
         """Publish blocks, stage them, or stage copies of events of a queue."""
-        with self._plane.call():
+        with self._plane.run_call():
             command = messages.parse_one_of(PUT_COMMANDS, descriptor.command)
-            peer = Peer(self._chunks(reader), partial(_send_metadata, writer), context.is_cancelled)
-            caller = self._plane.caller(context)
+            peer = Peer(
+                self._read_chunks(reader), partial(_send_metadata, writer), context.is_cancelled
+            )
+            caller = self._plane.get_caller(context)
             if isinstance(command, messages.StageCommand):
                 caller.check(Right.PUBLISH, command.stage)
                 self._plane.stage(command, read_schema(reader), peer)
@@ -317,8 +321,8 @@ class _FlightServer(flight.FlightServerBase):
     ) -> flight.FlightDataStream:
         """Read a range, or consume a batch."""
         with contextlib.ExitStack() as call:
-            call.enter_context(self._plane.call())
-            caller, node = self._plane.caller(context), self._plane.node
+            call.enter_context(self._plane.run_call())
+            caller, node = self._plane.get_caller(context), self._plane.node
             command = messages.parse_one_of(GET_COMMANDS, ticket.ticket)
             if isinstance(command, messages.ConsumeCommand):
                 caller.check(Right.READ, command.consume)
@@ -332,9 +336,9 @@ class _FlightServer(flight.FlightServerBase):
         self, context: flight.ServerCallContext, action: flight.Action
     ) -> Iterator[bytes]:
         """Run an action and return its answer."""
-        with self._plane.call():
+        with self._plane.run_call():
             answer = self._plane.actions.answer(
-                action.type, action.body, self._plane.caller(context)
+                action.type, action.body, self._plane.get_caller(context)
             )
         return iter([json.dumps(answer).encode()])
 
@@ -352,25 +356,27 @@ class _FlightServer(flight.FlightServerBase):
     ) -> Iterator[flight.FlightInfo]:
         """Return the queues that the caller may read."""
         del criteria
-        with self._plane.call():
-            caller = self._plane.caller(context)
+        with self._plane.run_call():
+            caller = self._plane.get_caller(context)
             names = self._plane.node.queues()
-            found = [self._info(name) for name in names if caller.has_right(Right.READ, name)]
+            found = [
+                self._describe_queue(name) for name in names if caller.has_right(Right.READ, name)
+            ]
         return iter(found)
 
     def get_flight_info(
         self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
     ) -> flight.FlightInfo:
         """Return the description of a queue, by its path or by a read command."""
-        with self._plane.call():
-            name = _queue_of(descriptor)
-            self._plane.caller(context).check(Right.READ, name)
-            return self._info(name)
+        with self._plane.run_call():
+            name = _get_queue_name(descriptor)
+            self._plane.get_caller(context).check(Right.READ, name)
+            return self._describe_queue(name)
 
-    def _chunks(self, reader: Reader) -> messages.Chunks:
+    def _read_chunks(self, reader: Reader) -> messages.Chunks:
         return read_chunks(reader, self._plane.limits.max_block_bytes)
 
-    def _info(self, name: str) -> flight.FlightInfo:
+    def _describe_queue(self, name: str) -> flight.FlightInfo:
         queue = self._plane.node.queue(name)
         low, end = queue.low, queue.end
         ticket = flight.Ticket(json.dumps({"read": name, "first": low, "end": end}).encode())
@@ -390,7 +396,7 @@ def _send_metadata(writer: flight.FlightMetadataWriter, data: bytes) -> None:
         raise TransportDown("the client has left") from error
 
 
-def _queue_of(descriptor: flight.FlightDescriptor) -> str:
+def _get_queue_name(descriptor: flight.FlightDescriptor) -> str:
     if descriptor.path:
         return descriptor.path[0].decode("utf-8", "replace")
     return messages.parse_command(messages.ReadCommand, descriptor.command).read

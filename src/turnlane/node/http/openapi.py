@@ -100,7 +100,7 @@ class _Schemas:
         self._schemas = {name: _drop_titles(schema) for (name, _), schema in made.items()}
         self.components: Json = _drop_titles(definitions["$defs"])
 
-    def of(self, kind: object) -> Json:
+    def get(self, kind: object) -> Json:
         """Return the schema of a type, or the reference to it."""
         found: Json = self._schemas[repr(kind)]
         return found
@@ -187,7 +187,7 @@ def _describe_text(schema: Json) -> Json:
 
 
 def _describe_body(body: Body, schemas: _Schemas) -> Json:
-    content = {kind: {"schema": schemas.of(each)} for kind, each in body.content.items()}
+    content = {kind: {"schema": schemas.get(each)} for kind, each in body.content.items()}
     described: Json = {"required": body.required, "content": content}
     if body.description:
         described["description"] = body.description
@@ -197,7 +197,7 @@ def _describe_body(body: Body, schemas: _Schemas) -> Json:
 def _describe_answer(status: int, answer: Answer, schemas: _Schemas) -> Json:
     described: Json = {"description": answer.description}
     if answer.content is not None:
-        described["content"] = {answer.media_type: {"schema": schemas.of(answer.content)}}
+        described["content"] = {answer.media_type: {"schema": schemas.get(answer.content)}}
     if status in (429, 503):
         described["headers"] = _RETRY_AFTER
     return described
