@@ -60,7 +60,7 @@ def open_breaker(served: ServedNode, settings: DeliverySettings) -> RemoteDestin
     """A destination state whose breaker has just opened."""
     made = gate(served, settings)
     made.request_permit()
-    while served.node.breakers.of("alerts").gate.get_status().state is BreakerState.CLOSED:
+    while served.node.breakers.of("alerts").destination.get_status().state is BreakerState.CLOSED:
         made.report(FAILED)
     return made
 
@@ -100,7 +100,9 @@ def test_failures_of_one_task_open_the_breaker_for_all(served: ServedNode) -> No
 
 def test_concurrent_requests_get_one_probe(served: ServedNode) -> None:
     open_breaker(served, AT_ONCE)
-    wait_until(lambda: served.node.breakers.of("alerts").gate.get_status().wait == 0, "half-open")
+    wait_until(
+        lambda: served.node.breakers.of("alerts").destination.get_status().wait == 0, "half-open"
+    )
     askers = [gate(served, AT_ONCE) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         permits = list(pool.map(lambda each: each.request_permit(), askers))
@@ -137,8 +139,8 @@ def test_changed_settings_apply_and_keep_the_state(served: ServedNode) -> None:
     other = made.request_permit()
     assert other.allowed is AllowedSends.NONE, "the destination is away, whoever asks"
     assert 590 < other.wait <= 600
-    served.node.breakers.of("alerts").gate.reset()
-    while served.node.breakers.of("alerts").gate.get_status().state is BreakerState.CLOSED:
+    served.node.breakers.of("alerts").destination.reset()
+    while served.node.breakers.of("alerts").destination.get_status().state is BreakerState.CLOSED:
         made.report(FAILED)
     assert wait_for_permit(made, AllowedSends.PROBE).probe, (
         "closed for no longer than its settings say"
@@ -152,7 +154,7 @@ def test_pipelines_with_different_settings_keep_the_state(
     for each in (ours, theirs):
         wait_for_permit(each, AllowedSends.ALL)
         each.report(FAILED)
-    status = served.node.breakers.of("alerts").gate.get_status()
+    status = served.node.breakers.of("alerts").destination.get_status()
     assert (status.failures, status.opened, status.totals["failures"]) == (2, 1, 2)
 
 

@@ -303,7 +303,7 @@ def test_second_output_is_used_until_the_first_is_back(world: World) -> None:
         world.wait_until_empty("a")
         assert sorted(world.file("second")) == sorted(values)
         first.back()
-        status = world.node.node.breakers.of("a").gate.get_status
+        status = world.node.node.breakers.of("a").destination.get_status
         more: list[bytes] = []
         while status().state != "closed":  # Until one of them is the probe.
             more += world.send("a", 1, start=1000 + len(more))

@@ -81,7 +81,7 @@ class BreakerRequest(NamedTuple):
 
 
 class _Task(NamedTuple):
-    heard: float
+    reported_at: float
     preparing: int
     sending: int
 
@@ -92,7 +92,7 @@ class ActionBreaker:
 
     queue: str
     settings: DeliverySettings
-    gate: LocalDestinationState
+    destination: LocalDestinationState
     tasks: dict[str, _Task] = field(default_factory=dict)
     most_tasks: int = 0
     workers: int = 0
@@ -104,7 +104,7 @@ class ActionBreaker:
         return {
             "queue": self.queue,
             **self.get_activity()._asdict(),
-            **asdict(self.gate.get_status()),
+            **asdict(self.destination.get_status()),
         }
 
     def get_activity(self) -> TaskActivity:
@@ -117,7 +117,9 @@ class ActionBreaker:
     def get_live_tasks(self, now: float) -> dict[str, _Task]:
         """Return the tasks that have reported within ``TASK_SECONDS``."""
         return {
-            key: task for key, task in list(self.tasks.items()) if task.heard > now - TASK_SECONDS
+            key: task
+            for key, task in list(self.tasks.items())
+            if task.reported_at > now - TASK_SECONDS
         }
 
 
@@ -130,18 +132,18 @@ class Breakers:
 
     def permit(self, request: BreakerRequest) -> SendPermit:
         """Return what a task may send now."""
-        return self._update(request).gate.request_permit()
+        return self._update(request).destination.request_permit()
 
     def report(self, request: BreakerRequest, report: SendReport) -> None:
         """Take the results of a task's sends into account."""
-        self._update(request).gate.report(report)
+        self._update(request).destination.report(report)
 
     def claim(self, request: BreakerRequest, count: int, within: float) -> float:
         """Return the seconds until a task may send ``count`` events under the rate limit.
 
         The events are reserved for the task if the wait is at most ``within`` seconds.
         """
-        return self._update(request).gate.claim(count, within)
+        return self._update(request).destination.claim(count, within)
 
     def share(self, request: BreakerRequest) -> int:
         """Return how many concurrent sends a task may have, of the limit of its action."""
@@ -172,12 +174,12 @@ class Breakers:
                 )
                 self._breakers[request.action] = found
             elif found.settings != request.settings:
-                found.gate.apply_settings(request.settings)
+                found.destination.apply_settings(request.settings)
                 found.settings = request.settings
             found.queue = request.queue
             found.workers = request.workers
             if request.probe is not None:
-                found.gate.renew_probe(request.probe)
+                found.destination.renew_probe(request.probe)
             found.tasks[request.task] = _Task(now, request.preparing, request.sending)
             found.tasks = found.get_live_tasks(now)
             found.most_tasks = max(found.most_tasks, len(found.tasks))

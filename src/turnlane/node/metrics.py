@@ -150,7 +150,7 @@ _ACTION_COUNTERS: Final[MetricTable[_ActionSnapshot]] = {
 def collect_action_metrics(breakers: Breakers) -> Iterator[Metric]:
     """Yield the present metrics of all actions."""
     found = {
-        action: _ActionSnapshot(breaker, breaker.gate.get_status(), breaker.get_activity())
+        action: _ActionSnapshot(breaker, breaker.destination.get_status(), breaker.get_activity())
         for action, breaker in breakers.all().items()
     }
     objects = [([action], each) for action, each in found.items()]

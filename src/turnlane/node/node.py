@@ -1,6 +1,6 @@
 """The node: one process that owns a data directory with its queues.
 
-A node opens the queues of the configuration and those that were created at run time
+A node opens the configured queues and the queues that were created at run time
 (``queues.json``), finishes the commits of an earlier process, and holds leases, lanes and breakers.
 
 A dropped queue must not come back, even if the process ends during the drop. So ``queues.json``
@@ -73,7 +73,7 @@ may have to wait hours for the slowest task of its batch."""
 
 
 class AuditLog:
-    """A file of the data directory that records who has thrown events away, one JSON line each.
+    """A file of the data directory that records who has purged events, one JSON line each.
 
     Safe to use from any thread.
     """

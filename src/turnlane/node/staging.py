@@ -1,7 +1,7 @@
 """Staging: blocks on the node's disk that are in no queue until a commit publishes them.
 
-A stage is one file, an Arrow IPC stream, for one target queue. Stages do not survive the process,
-except those of recorded commits: a writer whose stage is gone writes it again.
+A stage is one file, an Arrow IPC stream, for one target queue. Only stages of recorded commits
+survive the process: a writer whose stage is gone writes it again.
 
 A *diskless* stage is also kept in memory while it is written. If the disk fails, the copy in memory
 takes its place. Its events are dead letters, and a lane must not stop because their queue is full

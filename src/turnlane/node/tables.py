@@ -148,7 +148,7 @@ class TableStream(Closeable):
             event.nack(delay, error)
 
     def flush(self, timeout: float | None) -> bool:
-        """Wait until all acks so far are stored, like :meth:`Receiver.flush`."""
+        """Wait until all earlier acks are stored, like :meth:`Receiver.flush`."""
         return self._receiver.flush(timeout)
 
     def close(self) -> None:

@@ -318,7 +318,7 @@ class Actions:
         """Close a breaker, because a person says that its destination works again."""
         breaker = self._node.breakers.of(command.action)
         caller.check(Right.ADMIN, breaker.queue)
-        breaker.gate.reset()
+        breaker.destination.reset()
         log.info("breaker.reset", action=command.action)
         return breaker.as_dict()
 

@@ -148,7 +148,7 @@ class SettleCommand(Command):
     """Seconds until the nacked events fire again; default: their backoff."""
     error: Annotated[str, Field(max_length=4096)] | None = None
     flush: Offset | None = None
-    """Ask for an answer with this number when all acks so far are stored."""
+    """Ask for an answer with this number when all earlier acks are stored."""
 
 
 class QueueCommand(Command):

@@ -104,7 +104,7 @@ def _read_all_columns(blocks: Blocks, schema: pa.Schema) -> Iterator[BlockWithMe
 
 
 def _read_some_columns(blocks: Blocks, schema: pa.Schema) -> Iterator[BlockWithMetadata]:
-    """Yield only some columns. They are small, so many blocks are joined."""
+    """Yield some of the columns. Such blocks are small, so several are joined."""
     some = ((first, _project_block(block, schema)) for first, block in blocks)
     with translate_errors():
         for first, block in join_consecutive(some, READ_EVENTS):

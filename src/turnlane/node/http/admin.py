@@ -212,7 +212,7 @@ class AdminRoutes:
         action: str = call.request.path_params["action"]
         breaker = self._context.node.breakers.of(action)
         call.check_right(breaker.queue)
-        breaker.gate.reset()
+        breaker.destination.reset()
         log.info("breaker.reset", action=action)
         return json_response(breaker.as_dict())
 

@@ -259,7 +259,7 @@ class BrowserGuard:
             name = ""
         if self._is_local and host is not None and not Address(name, 0).is_loopback:
             raise _make_refusal(
-                f"{host[:80]!r} is no name of this machine for itself; use localhost, or tokens"
+                f"{host[:80]!r} is not a loopback name; use localhost, or configure tokens"
             )
 
 

@@ -34,12 +34,12 @@ from turnlane.serving.auth import Right
 from turnlane.serving.http_server import ThreadLimiter
 
 POLLS: Final = 256
-"""Requests at a time that wait for events, each on a thread."""
+"""The most concurrent requests that wait for events, each on a thread."""
 
 EVENTS: Final = 100
 MOST_EVENTS: Final = 10_000
 PEEK_BYTES: Final = 16 << 20
-"""A look stops reading once it has found this many bytes."""
+"""A peek stops reading after this many bytes."""
 LONGEST_WAIT: Final = 60.0
 SHORTEST_LEASE: Final = 0.1
 LONGEST_LEASE: Final = 3600.0

@@ -322,7 +322,9 @@ def _encode(text: str, name: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name}: half a surrogate pair at {error.start} is no text") from None
+        raise ValueError(
+            f"{name}: the unpaired surrogate at {error.start} is not valid text"
+        ) from None
 
 
 def _encode_event(event: Event, offset: int) -> EventJson:

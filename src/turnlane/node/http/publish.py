@@ -65,7 +65,7 @@ LONGEST_TIMEOUT: Final = 60.0
 LONGEST_ID: Final = 256
 
 THREADS: Final = 64
-"""Requests at a time that wait for room in a queue, or are numbered by their producer."""
+"""The most concurrent requests of a queue that wait for room or have sequence numbers."""
 
 _LOOK_AGAIN: Final = 1.0
 """Seconds after which a waiting request checks that its queue is still open."""

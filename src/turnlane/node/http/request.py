@@ -35,7 +35,7 @@ from turnlane.serving.http_server import ThreadLimiter
 from turnlane.units import parse_duration
 
 THREADS: Final = 32
-"""Calls at a time that touch disks and do not wait for other requests."""
+"""The most concurrent calls that use disks and do not wait for other requests."""
 
 LARGEST: Final = 2**63 - 1
 """The largest offset, and the largest number of a parameter."""

@@ -33,7 +33,7 @@ from turnlane.serving.http_server import ThreadLimiter
 from turnlane.table.shards import KeyRange
 
 STREAMS: Final = 256
-"""Receivers at a time, each on a thread."""
+"""The most concurrent receivers, each on a thread."""
 
 PREFETCH: Final = 100
 MOST_PREFETCH: Final = 100_000
@@ -250,11 +250,11 @@ def _store(stream: TableStream, spans: list[tuple[int, int]]) -> None:
 
 
 def _list_spans(events: list[int | tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return pairs of a first number and the one after the last. Raises ``ValueError``."""
+    """Return pairs of a first number and an end (exclusive). Raises ``ValueError``."""
     spans = [(each, each + 1) if isinstance(each, int) else each for each in events]
     for first, end in spans:
         if first > end:
-            raise ValueError(f"events: {first} to {end} is no span")
+            raise ValueError(f"events: the first number, {first}, is greater than the end, {end}")
     return spans
 
 
