@@ -232,10 +232,9 @@ class StagePublisher:
         return self._producers[part]
 
     def wait_until_persisted(self, deadline: float | None) -> None:
-        """Wait until all events are persisted.
+        """Wait until all events are persisted. Raises ``QueueClosed``.
 
-        With a deadline, raises ``RetryLater`` when the deadline is over or the disk fails. Raises
-        ``QueueClosed``.
+        With a deadline, raises ``RetryLater`` when the deadline is over or the disk fails.
         """
         for part, producer in self._producers.items():
             with self._end_if_dropped(part):

@@ -24,8 +24,8 @@ import pyarrow as pa
 from pyarrow import flight
 
 from turnlane.errors import ConfigError, StorageFailed, TransportDown
-from turnlane.events import Block
 from turnlane.logs import get_logger
+from turnlane.node.event_refs import QueueCopy
 from turnlane.node.flight import messages
 from turnlane.node.flight.actions import ACTIONS, Actions, Caller
 from turnlane.node.flight.publish import Peer, PublishStream, SequenceMaps, read_chunks, read_schema
@@ -37,6 +37,7 @@ from turnlane.node.flight.read import (
     serve_receiver,
 )
 from turnlane.node.node import Node
+from turnlane.node.staging import Stage
 from turnlane.node.tables import Tables
 from turnlane.runtime import start_thread
 from turnlane.serving.address import Address, ConnectionWatch, shut_down_connections
@@ -223,40 +224,19 @@ class FlightPlane:
             with self._lock:
                 self._streams.discard(stream)
 
-    def stage(self, command: messages.StageCommand, schema: pa.Schema, peer: Peer) -> None:
-        """Write a client's blocks to a stage, and send the id once it is finished."""
-        queue, spare = command.stage, command.spare
-        with (
-            _convert_storage_errors(),
-            self.node.stage(queue, schema, spare, diskless=command.diskless) as stage,
-        ):
-            if _take_all_blocks(peer, stage.add):
-                answer = {"stage": stage.finish(), "events": stage.events}
-                peer.send(json.dumps(answer).encode())
-
-    def copy(self, command: messages.CopyCommand, peer: Peer) -> None:
-        """Stage events of one queue for others, and send the ids once they are on disk."""
-        node, source = self.node, self.node.queue(command.copy_)
-        with _convert_storage_errors(), node.copy(source, command.into) as copying:
-            if _take_all_blocks(peer, copying.add):
-                answer = {"stages": copying.finish(), "events": copying.events}
-                peer.send(json.dumps(answer).encode())
-
-
-@contextlib.contextmanager
-def _convert_storage_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageFailed(f"cannot stage: {error.strerror or error}") from error
-
-
-def _take_all_blocks(peer: Peer, take: Callable[[Block], None]) -> bool:
-    """Take all blocks of a client; false if the client has left and some may be missing."""
-    for block, _ in peer.chunks:
-        if block is not None and block.num_rows:
-            take(block)
-    return not peer.is_gone()
+    def stage(self, opened: Stage | QueueCopy, peer: Peer) -> None:
+        """Stage a client's blocks, or copies by its offsets; send the ids once they are on disk."""
+        try:
+            with opened:
+                for block, _ in peer.chunks:
+                    if block is not None and block.num_rows:
+                        opened.add(block)
+                if not peer.is_gone():  # else blocks may be missing
+                    key = "stage" if isinstance(opened, Stage) else "stages"
+                    answer = {key: opened.finish(), "events": opened.events}
+                    peer.send(json.dumps(answer).encode())
+        except OSError as error:
+            raise StorageFailed(f"cannot stage: {error.strerror or error}") from error
 
 
 class _FlightServer(flight.FlightServerBase):
@@ -304,15 +284,17 @@ class _FlightServer(flight.FlightServerBase):
             peer = Peer(
                 self._read_chunks(reader), partial(_send_metadata, writer), context.is_cancelled
             )
-            caller = self._plane.get_caller(context)
+            caller, node = self._plane.get_caller(context), self._plane.node
             if isinstance(command, messages.StageCommand):
                 caller.check(Right.PUBLISH, command.stage)
-                self._plane.stage(command, read_schema(reader), peer)
+                schema, spare = read_schema(reader), command.spare
+                stage = node.stage(command.stage, schema, spare, diskless=command.diskless)
+                self._plane.stage(stage, peer)
             elif isinstance(command, messages.CopyCommand):
                 caller.check(Right.READ, command.copy_)
                 for queue in command.into:
                     caller.check(Right.PUBLISH, queue)
-                self._plane.copy(command, peer)
+                self._plane.stage(node.copy(node.queue(command.copy_), command.into), peer)
             elif isinstance(command, messages.PublishCommand):
                 self._plane.serve_stream(command, peer, caller)
 
