@@ -221,20 +221,20 @@ def _make_app(context: RequestContext, parts: Iterable[object], guard: BrowserGu
         for found, answer in context.bind(part):
             methods = by_path.setdefault(found.path, {})
             methods.update(dict.fromkeys(found.methods, answer))
-    routes = [_make_route(path, answers, guard) for path, answers in by_path.items()]
+
+    def make_route(path: str, answers: dict[str, _Answering]) -> Route:
+        async def answer(request: Request) -> Response:
+            guard.check(request.headers)
+            return await answers[request.method](request)
+
+        route = Route(path, answer, methods=list(answers))
+        route.methods = set(answers)  # starlette adds HEAD by itself
+        return route
+
+    routes = [make_route(path, answers) for path, answers in by_path.items()]
     app = Starlette(routes=routes, exception_handlers=PROBLEM_HANDLERS)
     app.router.redirect_slashes = False
     return app
-
-
-def _make_route(path: str, answers: dict[str, _Answering], guard: BrowserGuard) -> Route:
-    async def answer(request: Request) -> Response:
-        guard.check(request.headers)
-        return await answers[request.method](request)
-
-    route = Route(path, answer, methods=list(answers))
-    route.methods = set(answers)  # starlette adds HEAD by itself
-    return route
 
 
 class BrowserGuard:

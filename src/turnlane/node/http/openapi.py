@@ -14,7 +14,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-from turnlane.node.http.request import Answer, Body, Endpoint, Header, Scope
+from turnlane.node.http.request import Answer, Endpoint, Header, Scope
 from turnlane.serving.http_body import PROBLEM_TYPE, ProblemJson
 
 Json = dict[str, Any]
@@ -91,7 +91,11 @@ class _Schemas:
     """The schemas of all types that the endpoints name."""
 
     def __init__(self, endpoints: Iterable[Endpoint]) -> None:
-        types = {repr(each): each for each in (ProblemJson, *_list_types(endpoints))}
+        types: dict[str, Any] = {repr(ProblemJson): ProblemJson}
+        for each in endpoints:
+            bodies = [] if each.body is None else list(each.body.content.values())
+            answers = [answer.content for answer in each.answers.values() if answer.content]
+            types |= {repr(kind): kind for kind in [*bodies, *answers]}
         made, definitions = TypeAdapter.json_schemas(
             [(name, "validation", TypeAdapter(each)) for name, each in types.items()],
             ref_template=_REFERENCE,
@@ -104,15 +108,6 @@ class _Schemas:
         """Return the schema of a type, or the reference to it."""
         found: Json = self._schemas[repr(kind)]
         return found
-
-
-def _list_types(endpoints: Iterable[Endpoint]) -> Iterator[Any]:
-    for each in endpoints:
-        if each.body is not None:
-            yield from each.body.content.values()
-        for answer in each.answers.values():
-            if answer.content is not None:
-                yield answer.content
 
 
 def _drop_titles(schema: Any) -> Any:  # noqa: ANN401 - any JSON
@@ -147,7 +142,10 @@ def _describe_endpoint(each: Endpoint, schemas: _Schemas) -> Json:
     if parameters := list(_describe_parameters(each)):
         described["parameters"] = parameters
     if each.body is not None:
-        described["requestBody"] = _describe_body(each.body, schemas)
+        content = {kind: {"schema": schemas.get(it)} for kind, it in each.body.content.items()}
+        described["requestBody"] = {"required": each.body.required, "content": content}
+        if each.body.description:
+            described["requestBody"]["description"] = each.body.description
     if each.access.scope is Scope.PUBLIC:
         described["security"] = []
     elif each.access.rights:
@@ -184,14 +182,6 @@ def _describe_text(schema: Json) -> Json:
         del kept["default"]
     forms = [form for form in kept.pop("anyOf", []) if form != {"type": "null"}]
     return kept | forms[0] if forms else kept
-
-
-def _describe_body(body: Body, schemas: _Schemas) -> Json:
-    content = {kind: {"schema": schemas.get(each)} for kind, each in body.content.items()}
-    described: Json = {"required": body.required, "content": content}
-    if body.description:
-        described["description"] = body.description
-    return described
 
 
 def _describe_answer(status: int, answer: Answer, schemas: _Schemas) -> Json:
