@@ -80,7 +80,7 @@ class Stream:
         self.writer, self.reader = put(descriptor, block_of([]).schema)
         self.greeting: dict[str, Any] = {}
 
-    def greet(self) -> dict[str, Any]:
+    def read_greeting(self) -> dict[str, Any]:
         """Return the first message of the node."""
         self.greeting = json.loads(bytes(self.reader.read()))
         return self.greeting
@@ -93,14 +93,14 @@ class Stream:
         about = {} if sequence is None else {"sequence": sequence}
         self.writer.write_with_metadata(block, pa.py_buffer(json.dumps(about).encode()))
 
-    def news(self) -> dict[str, Any] | None:
+    def read_message(self) -> dict[str, Any] | None:
         """Return the next message of the node; ``None`` at the end."""
         said = self.reader.read()
         return None if said is None else json.loads(bytes(said))
 
-    def await_news(self, **wanted: int) -> dict[str, Any]:
+    def wait_for_progress(self, **wanted: int) -> dict[str, Any]:
         """Read messages until the node reports these positions."""
-        while (news := self.news()) is not None:
+        while (news := self.read_message()) is not None:
             if all(news.get(level) == position for level, position in wanted.items()):
                 return news
         pytest.fail(f"the stream ended without {wanted}")
@@ -109,7 +109,7 @@ class Stream:
         """End the data and return the last message of the node. Raises the error of the stream."""
         self.writer.done_writing()
         last = None
-        while (news := self.news()) is not None:
+        while (news := self.read_message()) is not None:
             last = news
         self.writer.close()
         return last

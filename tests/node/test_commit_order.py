@@ -157,7 +157,7 @@ class TestStopped:
             assert read_contents(node.queue("q")) == values(b"a", 2)
 
 
-class TestInTheWay:
+class TestBlockedCommits:
     def test_commit_that_waits_for_one_queue_does_not_lock_another(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

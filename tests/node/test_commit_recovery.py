@@ -140,7 +140,7 @@ class TestStart:
         assert left.with_suffix(".failed").read_bytes() == b"{garbage"
 
 
-class TestLater:
+class TestWaitingForRoom:
     """A recovered commit that waits for room while the node runs."""
 
     QUEUES: ClassVar[Queues] = {

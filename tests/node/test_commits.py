@@ -281,7 +281,7 @@ class TestRefused:
             assert not list((tmp_path / "staging").iterdir())
 
 
-class TestAfterTheStep:
+class TestAfterTheRecord:
     """A commit whose record is written is applied, even if the disk fails."""
 
     def test_full_disk_delays_the_commit(self, tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ NARROW: Queues = {**QUEUES, "odd": {**QUEUES["odd"], "max_event_bytes": 1}}
 
 
 @pytest.mark.parametrize("queues", [WITHOUT_ODD, NARROW], ids=["not open", "refusing"])
-class TestKept:
+class TestRefusedParts:
     """One queue refuses its events; the others accept theirs."""
 
     @pytest.mark.parametrize("op", ["open", "write", "sync", "sync_directory", "rename", "unlink"])

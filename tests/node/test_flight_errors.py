@@ -50,7 +50,7 @@ def healthy_node(served: ServedNode) -> Iterator[ServedNode]:
     """A node that must work when the test ends."""
     yield served
     stream = served.stream("disk", "in the end")
-    stream.greet()
+    stream.read_greeting()
     stream.write(b"fine")
     assert stream.finish() == {"accepted": 1, "persisted": 1, "delivered": 0}
     assert served.node.leases is not None
@@ -297,9 +297,9 @@ def test_huge_metadata_is_refused(healthy_node: ServedNode) -> None:
 
 def test_events_published_before_an_error_stay(healthy_node: ServedNode) -> None:
     stream = healthy_node.stream("disk", "p")
-    stream.greet()
+    stream.read_greeting()
     stream.write(b"good", sequence=0)
-    stream.await_news(accepted=1)
+    stream.wait_for_progress(accepted=1)
     stream.write(b"bad", sequence=-1)
     with pytest.raises(flight.FlightServerError, match="turnlane:ConfigError"):
         stream.finish()
@@ -308,7 +308,7 @@ def test_events_published_before_an_error_stay(healthy_node: ServedNode) -> None
 
 def test_faulty_client_does_not_affect_others(healthy_node: ServedNode) -> None:
     good = healthy_node.stream("disk", "good")
-    good.greet()
+    good.read_greeting()
     for number in range(5):
         good.write(b"%d" % number, sequence=number)
         with pytest.raises(flight.FlightServerError):

@@ -34,7 +34,7 @@ from turnlane.testing import FaultyDisk
 
 def test_first_message_has_the_instance_and_the_next_sequence(served: ServedNode) -> None:
     stream = served.stream("disk", "p")
-    assert stream.greet() == {
+    assert stream.read_greeting() == {
         "instance": served.node.instance,
         "resume_at": 0,
         "durability": "always",
@@ -43,12 +43,12 @@ def test_first_message_has_the_instance_and_the_next_sequence(served: ServedNode
 
 def test_progress_follows_events_from_accepted_to_delivered(served: ServedNode) -> None:
     stream = served.stream("disk", "p", ack="delivered")
-    stream.greet()
+    stream.read_greeting()
     stream.write(b"a", b"b", sequence=0)
     stream.write(b"c", sequence=2)
-    stream.await_news(accepted=3, persisted=3, delivered=0)
+    stream.wait_for_progress(accepted=3, persisted=3, delivered=0)
     served.node.queue("disk").get(2).done()
-    stream.await_news(delivered=2)
+    stream.wait_for_progress(delivered=2)
     served.node.queue("disk").get().done()
     assert stream.finish() == {"accepted": 3, "persisted": 3, "delivered": 3}
 
@@ -58,7 +58,7 @@ def test_event_is_not_reported_persisted_before_the_sync(served: ServedNode) -> 
     first.write(b"a")
     first.finish()
     stream = served.stream("slow", ack="accepted")
-    stream.greet()
+    stream.read_greeting()
     stream.write(b"a")
     assert stream.finish() == {"accepted": 1, "persisted": 0, "delivered": 0}
 
@@ -68,20 +68,20 @@ def test_wait_for_persisted_causes_an_early_sync(served: ServedNode) -> None:
     first.write(b"a")
     assert first.finish() is not None
     second = served.stream("slow", ack="persisted")
-    second.greet()
+    second.read_greeting()
     second.write(b"b")
-    second.await_news(accepted=1)
+    second.wait_for_progress(accepted=1)
     second.writer.write_metadata(pa.py_buffer(b'{"urge": true}'))
-    second.await_news(persisted=1)
+    second.wait_for_progress(persisted=1)
     second.finish()
 
 
 def test_many_unsynced_bytes_cause_an_early_sync(served: ServedNode) -> None:
     """A client keeps unpersisted events in memory, so a sync cannot wait for an hour."""
     stream = served.stream("slow", "p", ack="accepted")
-    stream.greet()
+    stream.read_greeting()
     stream.write(bytes(publish.SYNC_REQUEST_BYTES), sequence=0)
-    stream.await_news(accepted=1, persisted=1)
+    stream.wait_for_progress(accepted=1, persisted=1)
     stream.finish()
 
 
@@ -94,9 +94,9 @@ def test_event_reported_persisted_after_a_failed_sync_is_stored(
         first.write(b"first", sequence=0)
         first.finish()
         stream = served.stream("slow", "p", ack="persisted")
-        assert stream.greet()["resume_at"] == 1
+        assert stream.read_greeting()["resume_at"] == 1
         stream.write(b"a", b"b", sequence=1)
-        stream.await_news(accepted=3)
+        stream.wait_for_progress(accepted=3)
         disk.forget(match=".chunk")
         stream.write(b"c", sequence=3)
         stream.finish()
@@ -110,7 +110,7 @@ def test_full_queue_without_timeout_is_not_polled(serve: Serve) -> None:
     served = serve({"full": {"kind": "memory", "size": 1, "full_timeout": 0}})
     stream = served.stream("full", ack="accepted")
     stream.write(b"a")
-    stream.await_news(accepted=1)
+    stream.wait_for_progress(accepted=1)
     stream.write(b"b")
     queue = served.node.queue("full")
     wait_until(lambda: queue.stats().full_waits > 0)
@@ -123,7 +123,7 @@ def test_full_queue_without_timeout_is_not_polled(serve: Serve) -> None:
 def test_unnamed_stream_counts_from_zero(served: ServedNode) -> None:
     for _ in range(2):
         stream = served.stream("disk")
-        assert stream.greet()["resume_at"] == 0
+        assert stream.read_greeting()["resume_at"] == 0
         stream.write(b"a", b"b")
         assert stream.finish() == {"accepted": 2, "persisted": 2, "delivered": 0}
     assert values(served.node, "disk") == [b"a", b"b"] * 2
@@ -139,11 +139,11 @@ def test_events_of_a_finished_stream_are_persisted(served: ServedNode) -> None:
 
 def test_repeated_events_are_dropped_and_acked(served: ServedNode) -> None:
     first = served.stream("disk", "p")
-    first.greet()
+    first.read_greeting()
     first.write(b"a", b"b", b"c", sequence=0)
     first.finish()
     second = served.stream("disk", "p")
-    assert second.greet()["resume_at"] == 3
+    assert second.read_greeting()["resume_at"] == 3
     second.write(b"b", b"c", b"d", sequence=1)
     assert second.finish() == {"accepted": 4, "persisted": 4, "delivered": 0}
     assert values(served.node, "disk") == [b"a", b"b", b"c", b"d"]
@@ -153,21 +153,21 @@ def test_late_lower_sequence_is_accepted(serve: Serve) -> None:
     """On the same stream, on another stream, and after a restart: each event once."""
     served = serve(name="same")
     first = served.stream("disk", "p")
-    first.greet()
+    first.read_greeting()
     for number in (20, 10, 10, 20):
         first.write(b"%d" % number, sequence=number)
     assert first.finish() == {"accepted": 21, "persisted": 21, "delivered": 0}
     queue = served.node.queue("disk")
     assert state_of(queue).acks.persisted.position == 2
     second = served.stream("disk", "p")
-    assert second.greet()["resume_at"] == 21
+    assert second.read_greeting()["resume_at"] == 21
     second.write(b"12", b"13", sequence=12)
     second.finish()
     assert state_of(queue).acks.persisted.position == 4
     served.close()
     after = serve(name="same")
     third = after.stream("disk", "p")
-    assert third.greet()["resume_at"] == 21
+    assert third.read_greeting()["resume_at"] == 21
     third.write(*[b"%d" % number for number in range(10, 22)], sequence=10)
     third.finish()
     expected = [20, 10, 12, 13, 11, 14, 15, 16, 17, 18, 19, 21]
@@ -177,9 +177,9 @@ def test_late_lower_sequence_is_accepted(serve: Serve) -> None:
 def test_late_sequence_reaches_its_level_before_the_stream_ends(served: ServedNode) -> None:
     """The reports are already beyond it; the end of the stream waits for it."""
     stream = served.stream("memory", "p", ack="delivered")
-    stream.greet()
+    stream.read_greeting()
     stream.write(b"20", sequence=20)
-    stream.await_news(accepted=21)
+    stream.wait_for_progress(accepted=21)
     served.node.queue("memory").get().done()
     stream.write(b"10", sequence=10)
     wait_until(lambda: served.node.queue("memory").end == 2)
@@ -193,7 +193,7 @@ def test_late_sequence_reaches_its_level_before_the_stream_ends(served: ServedNo
 def test_client_may_skip_any_number_of_sequences(served: ServedNode) -> None:
     """A client that drops events itself has a gap for each drop."""
     stream = served.stream("disk", "p")
-    stream.greet()
+    stream.read_greeting()
     for number in range(0, 6 * MAX_RUNS, 2):
         stream.write(b"%d" % number, sequence=number)
     end = 6 * MAX_RUNS - 1
@@ -219,7 +219,7 @@ def test_restarted_node_reports_the_known_sequence(serve: Serve) -> None:
     before.close()
     after = serve(name="same")
     again = after.stream("disk", "p")
-    assert again.greet()["resume_at"] == 2
+    assert again.read_greeting()["resume_at"] == 2
     again.write(b"a", b"b", sequence=0)
     assert again.finish() == {"accepted": 2, "persisted": 2, "delivered": 0}
     assert values(after.node, "disk") == [b"a", b"b"]
@@ -240,7 +240,7 @@ def test_other_producers_do_not_cause_early_acks(served: ServedNode) -> None:
     for stream in streams:
         reported = []
         stream.writer.done_writing()
-        while (news := stream.news()) is not None:
+        while (news := stream.read_message()) is not None:
             reported.append(news.get("delivered", 0))
         stream.writer.close()
         assert reported == sorted(reported)
@@ -250,23 +250,23 @@ def test_other_producers_do_not_cause_early_acks(served: ServedNode) -> None:
 def test_full_queue_delays_only_its_own_stream(served: ServedNode) -> None:
     """Reports continue while the stream waits, and other queues are not affected."""
     stream = served.stream("memory", "p")
-    stream.greet()
+    stream.read_greeting()
 
     def send() -> None:
         for number in range(3):
             stream.write(*[b"x"] * 60, sequence=60 * number)
 
     sending = Task(send)
-    stream.await_news(accepted=60)
+    stream.wait_for_progress(accepted=60)
     wait_until(lambda: served.node.queue("memory").stats().blocked_publishers == 1)
     other = served.stream("disk")
     other.write(b"other")
     assert other.finish() == {"accepted": 1, "persisted": 1, "delivered": 0}
     with served.node.queue("memory").get() as batch:
         assert len(batch) == 60
-    stream.await_news(accepted=120, delivered=60)
+    stream.wait_for_progress(accepted=120, delivered=60)
     served.node.queue("memory").get().done()
-    stream.await_news(accepted=180, delivered=120)
+    stream.wait_for_progress(accepted=180, delivered=120)
     sending.result()
     stream.finish()
 
@@ -276,32 +276,32 @@ def test_events_dropped_during_a_wait_are_counted_once(serve: Serve) -> None:
     knobs = {"kind": "memory", "size": 10, "discard_mark": 5, "discard_severity": 6}
     served = serve({"shedding": knobs})
     stream = served.stream("shedding", "p")
-    stream.greet()
+    stream.read_greeting()
     stream.write(*[b"x"] * 10, sequence=0)
-    stream.await_news(accepted=10)
+    stream.wait_for_progress(accepted=10)
     stream.write_block(block_of([b"y", b"z"], severities=[7, 1]), 10)
     queue = served.node.queue("shedding")
     wait_until(lambda: queue.stats().blocked_publishers == 1)
     time.sleep(NOTICEABLE)
     queue.get().done()
-    stream.await_news(accepted=12)
+    stream.wait_for_progress(accepted=12)
     assert queue.stats().ledger.dropped == {"severity": 1}
 
 
 def test_new_stream_of_a_producer_ends_the_old_stream(served: ServedNode) -> None:
     """The remaining events of the old stream are refused: the new stream has their numbers."""
     old = served.stream("memory", "p")
-    old.greet()
+    old.read_greeting()
     old.write(*[b"old"] * 100, sequence=0)
-    old.await_news(accepted=100)
+    old.wait_for_progress(accepted=100)
     old.write(b"late", sequence=100)
     wait_until(lambda: served.node.queue("memory").stats().blocked_publishers == 1)
     new = served.stream("memory", "p")
-    assert new.greet()["resume_at"] == 100
+    assert new.read_greeting()["resume_at"] == 100
     assert served.node.queue("memory").stats().blocked_publishers == 0
     served.node.queue("memory").get().done()
     new.write(b"new", sequence=100)
-    new.await_news(accepted=101)
+    new.wait_for_progress(accepted=101)
     with pytest.raises(flight.FlightUnavailableError, match=r"turnlane:TransportDown: .*newer"):
         old.finish()
     assert values(served.node, "memory") == [b"new"]
@@ -313,7 +313,7 @@ def test_competing_streams_publish_every_event_once(served: ServedNode) -> None:
 
     def send() -> None:
         stream = served.stream("disk", "p")
-        first = stream.greet()["resume_at"]
+        first = stream.read_greeting()["resume_at"]
         try:
             for number in range(first, 40):
                 stream.write(everything[number], sequence=number)
@@ -325,7 +325,7 @@ def test_competing_streams_publish_every_event_once(served: ServedNode) -> None:
     for task in tasks:
         task.result()
     final = served.stream("disk", "p")
-    first = final.greet()["resume_at"]
+    first = final.read_greeting()["resume_at"]
     for number in range(first, 40):
         final.write(everything[number], sequence=number)
     assert final.finish() == {"accepted": 40, "persisted": 40, "delivered": 0}
@@ -360,17 +360,17 @@ def test_stop_ends_idle_and_waiting_streams(serve: Serve) -> None:
     """Flight itself would wait for their clients without end."""
     served = serve()
     idle = served.stream("disk", "idle")
-    idle.greet()
+    idle.read_greeting()
     waiting = served.stream("memory", "waiting")
-    waiting.greet()
+    waiting.read_greeting()
     waiting.write(*[b"x"] * 100)
-    waiting.await_news(accepted=100)
+    waiting.wait_for_progress(accepted=100)
     waiting.write(b"y")
     wait_until(lambda: served.node.queue("memory").stats().blocked_publishers == 1)
     started = time.monotonic()
     served.plane.stop(timeout=10.0)
     assert time.monotonic() - started < 5
-    assert idle.news() is not None  # progress, or the end
+    assert idle.read_message() is not None  # progress, or the end
     assert [thread for thread in threading.enumerate() if thread.name == "turnlane-reporter"] == []
 
 
@@ -399,7 +399,7 @@ def test_program_that_ends_without_stop_does_not_hang(tmp_path: Path) -> None:
         assert program.stdout is not None
         with flight.FlightClient(f"grpc://{program.stdout.readline().strip()}") as client:
             stream = Stream(client, b'{"publish": "q"}')
-            stream.greet()
+            stream.read_greeting()
             program.stdin.write("\n")
             program.stdin.flush()
             assert program.wait(PATIENCE) == 0
@@ -471,7 +471,7 @@ def test_hundred_waiting_calls_do_not_delay_publishing(served: ServedNode) -> No
 def test_calls_beyond_the_limit_are_refused_temporarily(serve: Serve) -> None:
     served = serve(limits=FlightLimits(max_calls=1))
     stream = served.stream("disk")
-    stream.greet()
+    stream.read_greeting()
     with pytest.raises(flight.FlightUnavailableError, match="too many calls"):
         served.act("ping")
     stream.finish()

@@ -187,7 +187,7 @@ SYNCED = {"durability": "always", "shutdown_timeout": "1s"}
 TWO_QUEUES = {"disk": SYNCED, "a": SYNCED}
 
 
-class TestCommitUnderWay:
+class TestRunningCommit:
     """A recorded commit waits for the disk; its driver is killed, and the lane restarts.
 
     The events that it read are not settled yet, but will be.

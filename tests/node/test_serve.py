@@ -93,7 +93,7 @@ class NodeProcess:
         about: dict[str, Any] = json.loads(line)
         return about
 
-    def heard(self, words: str) -> None:
+    def wait_for_line(self, words: str) -> None:
         """Wait for a line on stderr that contains a text."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
@@ -101,10 +101,10 @@ class NodeProcess:
                 return
         pytest.fail(f"it never said {words!r}")
 
-    def tell(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def ended(self) -> tuple[int, str]:
+    def wait_for_end(self) -> tuple[int, str]:
         """Return the exit code and the rest of stderr."""
         _, errors = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, errors
@@ -180,8 +180,8 @@ def test_serve_needs_only_a_data_directory(serve: Serve, tmp_path: Path) -> None
     about = served.ready()
     assert about["pid"] == served.process.pid
     publish(about, b"hello")
-    served.tell(signal.SIGTERM)
-    code, errors = served.ended()
+    served.send_signal(signal.SIGTERM)
+    code, errors = served.wait_for_end()
     assert code == 0, errors
     assert f"turnlane: flight on {about['flight']}\n" in errors
     assert f"turnlane: http on {about['http']}\n" in errors
@@ -204,9 +204,9 @@ def test_starter_can_wait_until_the_node_is_ready(serve: Serve, tmp_path: Path) 
         about = served.ready()
         assert json.loads(ready.read_text()) == about
         assert manager.recv(100) == b"READY=1"
-        served.tell(signal.SIGINT)
+        served.send_signal(signal.SIGINT)
         assert manager.recv(100) == b"STOPPING=1"
-    code, errors = served.ended()
+    code, errors = served.wait_for_end()
     assert code == 0
     assert not ready.exists()
     records = [json.loads(line) for line in errors.splitlines()]
@@ -220,8 +220,8 @@ def test_log_event_of_a_command_is_written_in_the_chosen_form(
     flags = [*configure_loopback(tmp_path / "data"), f"--log-format={form}"]
     served = serve(*flags, NOTIFY_SOCKET=str(tmp_path / "missing"))
     served.ready()
-    served.tell(signal.SIGTERM)
-    code, errors = served.ended()
+    served.send_signal(signal.SIGTERM)
+    code, errors = served.wait_for_end()
     assert code == 0, errors
     lines = [line for line in errors.splitlines() if "systemd.notify_failed" in line]
     assert len(lines) == 2, errors
@@ -246,8 +246,8 @@ def test_signal_stops_inputs_first_and_loses_nothing(
     assert about["inputs"] == {"probe": None}
     for number in range(50):
         publish(about, b"%d" % number, "accepted")
-    served.tell(signal.SIGTERM)
-    code, errors = served.ended()
+    served.send_signal(signal.SIGTERM)
+    code, errors = served.wait_for_end()
     assert code == 0, errors
     assert "turnlane: input probe into queue main\n" in errors
     expected = [b"from the input", *(b"%d" % number for number in range(50)), b"the input's last"]
@@ -275,8 +275,8 @@ def test_events_acked_under_load_are_stored_after_a_stop(serve: Serve, tmp_path:
     for client in clients:
         client.start()
     assert enough.wait(PATIENCE)
-    served.tell(signal.SIGTERM)
-    code, errors = served.ended()
+    served.send_signal(signal.SIGTERM)
+    code, errors = served.wait_for_end()
     for client in clients:
         client.join(PATIENCE)
     assert code == 0, errors
@@ -294,13 +294,13 @@ def test_client_continues_with_the_next_node(serve: Serve, tmp_path: Path) -> No
         for number in range(200):
             producer.publish(b"%d" % number)
             if number == 100:
-                served.tell(signal.SIGTERM)
-                assert served.ended()[0] == 0
+                served.send_signal(signal.SIGTERM)
+                assert served.wait_for_end()[0] == 0
                 served = serve(*flags)
                 served.ready()
         assert producer.flush(PATIENCE)
-    served.tell(signal.SIGTERM)
-    assert served.ended()[0] == 0
+    served.send_signal(signal.SIGTERM)
+    assert served.wait_for_end()[0] == 0
     assert read_values(tmp_path / "data") == [b"%d" % number for number in range(200)]
 
 
@@ -311,8 +311,8 @@ def test_part_that_does_not_stop_delays_the_end_by_its_timeout(
     text += "inputs: [{type: probe, queue: main, name: stuck}]\n"
     served = serve(config_file(tmp_path, text), "--json", path=probe_plugin)
     publish(served.ready(), b"kept", "accepted")
-    served.tell(signal.SIGTERM)
-    code, errors = served.ended()
+    served.send_signal(signal.SIGTERM)
+    code, errors = served.wait_for_end()
     assert code == 0, errors
     assert 'service.stop_timeout parts="input stuck"' in errors
     assert read_values(tmp_path / "data") == [b"from the input", b"kept"]
@@ -352,7 +352,7 @@ def stuck_node(serve: Serve, tmp_path: Path, probe_plugin: Path) -> NodeProcess:
     text += "inputs: [{type: probe, queue: main, name: stuck}]\n"
     served = serve(config_file(tmp_path, text), "--json", path=probe_plugin)
     publish(served.ready(), b"kept", "accepted")
-    served.tell(signal.SIGTERM)
+    served.send_signal(signal.SIGTERM)
     assert served.process.stdout is not None
     assert served.process.stdout.readline() == "stuck\n"
     return served
@@ -362,8 +362,8 @@ def test_second_signal_stops_at_once_and_closes_the_queues(
     serve: Serve, tmp_path: Path, probe_plugin: Path
 ) -> None:
     served = stuck_node(serve, tmp_path, probe_plugin)
-    served.tell(signal.SIGTERM)
-    code, errors = served.ended()
+    served.send_signal(signal.SIGTERM)
+    code, errors = served.wait_for_end()
     assert code == 1, errors
     assert "stopping without waiting" in errors
     assert read_values(tmp_path / "data") == [b"from the input", b"kept"]
@@ -373,10 +373,10 @@ def test_third_signal_ends_the_process_at_once(
     serve: Serve, tmp_path: Path, probe_plugin: Path
 ) -> None:
     served = stuck_node(serve, tmp_path, probe_plugin)
-    served.tell(signal.SIGINT)
-    served.heard("stopping without waiting")
-    served.tell(signal.SIGINT)
-    assert served.ended()[0] == 128 + signal.SIGINT
+    served.send_signal(signal.SIGINT)
+    served.wait_for_line("stopping without waiting")
+    served.send_signal(signal.SIGINT)
+    assert served.wait_for_end()[0] == 128 + signal.SIGINT
 
 
 def test_killed_node_has_every_persisted_event(serve: Serve, tmp_path: Path) -> None:
@@ -386,8 +386,8 @@ def test_killed_node_has_every_persisted_event(serve: Serve, tmp_path: Path) -> 
         about = served.ready()
         for number in range(start, start + 10):
             publish(about, b"%d" % number)
-        served.tell(signal.SIGKILL)
-        assert served.ended()[0] == -signal.SIGKILL
+        served.send_signal(signal.SIGKILL)
+        assert served.wait_for_end()[0] == -signal.SIGKILL
     assert read_values(data) == [b"%d" % number for number in range(20)]
 
 
@@ -424,7 +424,7 @@ def test_taken_port_is_named(serve: Serve, tmp_path: Path, plane: str) -> None:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         loopback = configure_loopback(tmp_path / "data")
         flags = [flag for flag in loopback if not flag.startswith(f"--listen-{plane}")]
-        code, errors = serve(*flags, f"--listen-{plane}={address}").ended()
+        code, errors = serve(*flags, f"--listen-{plane}={address}").wait_for_end()
     assert code == 75
     wanted = f"turnlane: node.{plane}.listen: cannot listen on {address}: Address already in use"
     assert get_only_line(errors) == wanted
@@ -437,7 +437,7 @@ def test_taken_port_of_an_input_is_named(serve: Serve, tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{other.getsockname()[1]}"
         text = f"queues: {{main: }}\ninputs: [{{type: syslog, udp: '{address}', queue: main}}]\n"
-        code, errors = serve(config_file(tmp_path, text)).ended()
+        code, errors = serve(config_file(tmp_path, text)).wait_for_end()
     assert code == 75
     wanted = f"turnlane: input syslog: udp: cannot listen on {address}: Address already in use"
     assert get_only_line(errors) == wanted
@@ -462,8 +462,8 @@ def test_node_that_only_reads_stdin_ends_with_it(serve: Serve, tmp_path: Path, o
     if others:
         with pytest.raises(subprocess.TimeoutExpired):
             node.process.wait(1.0)
-        node.tell(signal.SIGTERM)
-    code, errors = node.ended()
+        node.send_signal(signal.SIGTERM)
+    code, errors = node.wait_for_end()
     assert code == 0
     assert ("end of input: stopping" in errors) is not bool(others)
     assert read_values(tmp_path / "data") == [b"one", b"two"]
@@ -471,14 +471,14 @@ def test_node_that_only_reads_stdin_ends_with_it(serve: Serve, tmp_path: Path, o
 
 def test_directory_of_another_node_is_named(serve: Serve, tmp_path: Path) -> None:
     with Node(tmp_path / "data"):
-        code, errors = serve(*configure_loopback(tmp_path / "data")).ended()
+        code, errors = serve(*configure_loopback(tmp_path / "data")).wait_for_end()
     assert code == 75
     assert str(tmp_path / "data") in get_only_line(errors)
 
 
 def test_directory_that_cannot_be_created_is_named(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    code, errors = serve(*configure_loopback(tmp_path / "file" / "data")).ended()
+    code, errors = serve(*configure_loopback(tmp_path / "file" / "data")).wait_for_end()
     assert code == 1
     assert str(tmp_path / "file") in get_only_line(errors)
 
