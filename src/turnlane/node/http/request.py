@@ -17,6 +17,7 @@ import functools
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Annotated, Any, Final, Generic, NamedTuple, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
@@ -214,7 +215,10 @@ class Endpoint:
         self.name = handler.__name__
         self.summary = (handler.__doc__ or "").partition("\n")[0]
         call = next(iter(get_type_hints(handler).values()))
-        self.parameters, self.model = (*get_args(call), NoParameters, None)[:2]
+        # The versions of Python differ in whether they fill in the defaults, None among them.
+        models = [each for each in get_args(call) if each not in (None, NoneType)]
+        self.parameters: type[BaseModel] = models[0] if models else NoParameters
+        self.model: type[BaseModel] | None = models[1] if len(models) > 1 else None
         if self.model is not None and self.body is None:
             self.body = Body({"application/json": self.model})
         vars(handler)["endpoint"] = self
