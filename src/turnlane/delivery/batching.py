@@ -232,54 +232,49 @@ class BatchCutter:
         were too large lately.
         """
         self._blocks += 1
-        rows = progress.block
+        block = progress.block
         if self._settings.ordering is Ordering.KEY:
-            batches = list(self._cut_by_key(progress))
+            groups = self._group_by_key(block)
         else:
             lane = 0 if self._settings.ordering is Ordering.STRICT else None
-            batches = [
-                self._make_batch(progress, rows.slice(each.start, len(each)), each, lane)
-                for each in self._split(rows)
-            ]
-        for batch in batches:
-            batch.search = BadRowSearch(batch.left, most=most)
-            if attempts:
-                _restore_attempts(batch, attempts)
+            groups = iter([(block, range(block.num_rows), lane, None)])
+        batches = []
+        for rows, numbers, lane, keys in groups:
+            sizes = estimate_payload_sizes(rows)
+            for each in split_by_size(sizes, self._max_events, self._settings.batch_bytes):
+                part = slice(each.start, each.stop)
+                batch = SendBatch(
+                    progress,
+                    rows.slice(each.start, len(each)),
+                    numbers[part],
+                    (self._blocks, int(numbers[each.start])),
+                    BadRowSearch(len(each), most=most),
+                    lane,
+                    None if keys is None else keys[part],
+                )
+                if attempts:
+                    _restore_attempts(batch, attempts)
+                batches.append(batch)
         return batches
 
-    def _split(self, rows: Block) -> list[range]:
-        sizes = estimate_payload_sizes(rows)
-        return split_by_size(sizes, self._max_events, self._settings.batch_bytes)
+    def _group_by_key(
+        self, block: Block
+    ) -> Iterator[tuple[Block, RowNumbers, int | None, Hashes | None]]:
+        """Group rows so that all rows of a key are in one lane, in their order.
 
-    def _cut_by_key(self, progress: BlockProgress) -> Iterator[SendBatch]:
-        """Cut so that all rows of a key are in one lane, in their order."""
-        keys = _hash_keys(progress.block)
+        Yields the rows of each group, their numbers, their lane and the hashes of their keys.
+        """
+        keys = _hash_keys(block)
         lanes = (keys % np.uint64(self._lanes)).astype(np.int64)
-        # Rows of one key get rising turns, so that the n-th rows of all keys are cut together.
-        turns = (
-            count_earlier_equals(keys) if self._takes_apart else np.zeros(len(keys), dtype=np.int64)
-        )
+        # Rows of one key get rising turns, so that the n-th rows of all keys are grouped together.
+        turns = count_earlier_equals(keys) if self._takes_apart else np.zeros_like(lanes)
         order = np.lexsort((turns, lanes))
-        rows = progress.block.take(order)
+        rows = block.take(order)
         boundary = (np.diff(lanes[order]) != 0) | (np.diff(turns[order]) != 0)
         ends = [*(np.flatnonzero(boundary) + 1).tolist(), len(order)] if len(order) else []
         for first, end in pairwise([0, *ends]):
-            part, lane = rows.slice(first, end - first), int(lanes[order[first]])
-            for each in self._split(part):
-                at = slice(first + each.start, first + each.stop)
-                batch_rows = part.slice(each.start, len(each))
-                yield self._make_batch(progress, batch_rows, order[at], lane, keys[order[at]])
-
-    def _make_batch(
-        self,
-        progress: BlockProgress,
-        rows: Block,
-        numbers: RowNumbers,
-        lane: int | None,
-        keys: Hashes | None = None,
-    ) -> SendBatch:
-        order = (self._blocks, int(numbers[0]))
-        return SendBatch(progress, rows, numbers, order, BadRowSearch(len(numbers)), lane, keys)
+            numbers = order[first:end]
+            yield rows.slice(first, end - first), numbers, int(lanes[numbers[0]]), keys[numbers]
 
 
 def estimate_payload_sizes(block: Block) -> Sizes:
