@@ -83,7 +83,7 @@ PROGRAMS = {
         ("table", TABLE),
     ],
 )
-def test_a_module_names_its_figures(module: str, names: set[str], tmp_path: Path) -> None:
+def test_benchmark_module_names_its_figures(module: str, names: set[str], tmp_path: Path) -> None:
     for program in PROGRAMS.get(module, ()):
         if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin") is None:
             skip_or_fail(f"there is no {program}")
@@ -114,7 +114,7 @@ def test_a_module_names_its_figures(module: str, names: set[str], tmp_path: Path
     assert all(figures[name] > 0 for name in figures.keys() - any_number), figures
 
 
-def test_the_report_shows_every_figure_and_table(
+def test_report_shows_every_figure_and_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib", reason="needs the bench extra")

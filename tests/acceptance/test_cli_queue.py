@@ -50,7 +50,7 @@ def test_peek_shows_the_next_unsettled_events(stopped: Path) -> None:
     assert shown[1].split() == ["15", "2023-11-14", "22:13:20.123", "event", "15"]
 
 
-def test_peek_in_json(stopped: Path) -> None:
+def test_peek_with_json_prints_one_object_per_event(stopped: Path) -> None:
     first, second = lines_in_json("peek", stopped, "--json", "--count", 2)
     assert first == {
         "offset": 15,
@@ -65,7 +65,7 @@ def test_peek_in_json(stopped: Path) -> None:
     assert second["offset"] == 16
 
 
-def test_peek_from_an_offset_and_at_settled_ones(stopped: Path) -> None:
+def test_peek_from_an_offset_shows_settled_events_too(stopped: Path) -> None:
     rows = lines_in_json("peek", stopped, "--json", "--all", "--from", 13, "-n", 4)
     assert [(row["offset"], row["settled"]) for row in rows] == [
         (13, True),
@@ -77,7 +77,7 @@ def test_peek_from_an_offset_and_at_settled_ones(stopped: Path) -> None:
     assert lines_in_json("peek", stopped, "--json", "--from", 199)[0]["value"] == "event 199"
 
 
-def test_peek_at_what_is_not_text(tmp_path: Path) -> None:
+def test_peek_shows_binary_values_in_hex(tmp_path: Path) -> None:
     with turnlane.open_queue(kind="disk", path=tmp_path / "q") as queue:
         producer = queue.producer(ack="persisted")
         producer.publish(b"\xff\x00", headers={"via": "web"}, key="k")
@@ -95,7 +95,7 @@ def test_peek_at_what_is_not_text(tmp_path: Path) -> None:
     assert all(len(line) <= 60 for line in shown.splitlines())
 
 
-def test_peek_gives_values_what_the_other_columns_leave(tmp_path: Path) -> None:
+def test_peek_cuts_values_to_the_width_of_the_terminal(tmp_path: Path) -> None:
     with turnlane.open_queue(kind="disk", path=tmp_path / "q") as queue:
         block = block_of([b"v" * 110], timestamps=1_700_000_000_123_456, keys=["customer-7"])
         queue.producer().publish_block(block)
@@ -108,7 +108,7 @@ def test_peek_gives_values_what_the_other_columns_leave(tmp_path: Path) -> None:
         assert len(row) == width
 
 
-def test_peek_beyond_the_end_says_so(stopped: Path, fastqueue: Path) -> None:
+def test_peek_beyond_the_end_is_reported(stopped: Path, fastqueue: Path) -> None:
     said = "offset 500 is beyond the end: the queue ends before offset 200"
     assert succeeded("peek", stopped, "--from", 500).strip() == said
     run = turnlane_queue("peek", stopped, "--from", 500, "--json")
@@ -121,13 +121,13 @@ def test_peek_beyond_the_end_says_so(stopped: Path, fastqueue: Path) -> None:
     assert "nothing is pending from offset 30 on" in succeeded("peek", stopped, "--from", 30)
 
 
-def test_peek_at_an_empty_queue(tmp_path: Path) -> None:
+def test_peek_at_an_empty_queue_says_that_nothing_is_pending(tmp_path: Path) -> None:
     turnlane.open_queue(kind="disk", path=tmp_path / "q").close()
     assert "nothing is pending" in succeeded("peek", tmp_path / "q")
     assert succeeded("peek", tmp_path / "q", "--json") == ""
 
 
-def test_peek_passes_over_damage_and_says_so(stopped: Path) -> None:
+def test_peek_skips_damaged_events_and_reports_them(stopped: Path) -> None:
     frame = frames(chunks(stopped)[0])[1]
     flip(chunks(stopped)[0], frame.byte + HEADER_SIZE + 3)
     run = turnlane_queue("peek", stopped, "--json", "-n", 3)
@@ -138,7 +138,7 @@ def test_peek_passes_over_damage_and_says_so(stopped: Path) -> None:
 # ── ledger ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_ledger_adds_up(stopped: Path) -> None:
+def test_ledger_of_a_stopped_queue_adds_up(stopped: Path) -> None:
     ledger = in_json("ledger", stopped)
     assert ledger["accepted"] == 200
     assert (ledger["delivered"], ledger["dead"], ledger["dropped"]) == (15, 0, {})
@@ -149,12 +149,12 @@ def test_the_ledger_adds_up(stopped: Path) -> None:
     assert "not included: " in shown
 
 
-def test_the_ledger_of_a_killed_queue_adds_up(killed: Path) -> None:
+def test_ledger_of_a_killed_queue_adds_up(killed: Path) -> None:
     ledger = in_json("ledger", killed)
     assert (ledger["accepted"], ledger["delivered"], ledger["pending"]) == (100, 30, 70)
 
 
-def test_the_ledger_counts_drops_by_reason(tmp_path: Path) -> None:
+def test_ledger_counts_drops_by_reason(tmp_path: Path) -> None:
     knobs: Row = {"size": 10, "full_behavior": "drop_oldest"}
     with turnlane.open_queue(kind="disk", path=tmp_path / "q", **knobs) as queue:
         producer = queue.producer()
@@ -166,7 +166,7 @@ def test_the_ledger_counts_drops_by_reason(tmp_path: Path) -> None:
     assert ledger["dropped"]["oldest"] > 0
 
 
-def test_a_ledger_that_does_not_add_up_says_so(stopped: Path) -> None:
+def test_ledger_that_does_not_add_up_is_reported(stopped: Path) -> None:
     lost = harm_by_deleting(stopped)
     ledger = in_json("ledger", stopped, code=1)
     assert (ledger["adds_up"], ledger["unaccounted"]) == (False, lost)
@@ -176,7 +176,7 @@ def test_a_ledger_that_does_not_add_up_says_so(stopped: Path) -> None:
 # ── FastQueue ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_fastqueue_directory_can_be_looked_at(fastqueue: Path, tmp_path: Path) -> None:
+def test_fastqueue_directory_can_be_inspected(fastqueue: Path, tmp_path: Path) -> None:
     second, third = lines_in_json("peek", fastqueue, "--json")
     assert (second["offset"], second["value"], second["settled"]) == (13, "second", False)
     assert base64.b64decode(third["value_base64"]) == b"\xff\x00"
@@ -200,7 +200,7 @@ def test_verify_names_the_byte_of_a_fault_in_a_fastqueue_directory(fastqueue: Pa
 
 
 @pytest.mark.parametrize("command", ["ledger", "repair"])
-def test_a_fastqueue_directory_is_only_read(fastqueue: Path, command: str) -> None:
+def test_repair_of_a_fastqueue_directory_is_refused(fastqueue: Path, command: str) -> None:
     run = turnlane_queue(command, fastqueue)
     assert (run.returncode, run.stdout) == (1, "")
     assert "FastQueue" in run.stderr
@@ -210,7 +210,7 @@ def test_a_fastqueue_directory_is_only_read(fastqueue: Path, command: str) -> No
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_errors_without_a_traceback(command: str, tmp_path: Path, stopped: Path) -> None:
+def test_error_is_printed_without_a_traceback(command: str, tmp_path: Path, stopped: Path) -> None:
     nowhere = turnlane_queue(command, tmp_path / "nowhere")
     assert nowhere.returncode == 2
     assert "does not exist" in nowhere.stderr
@@ -227,12 +227,12 @@ def test_errors_without_a_traceback(command: str, tmp_path: Path, stopped: Path)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_directory_that_may_not_be_read(command: str) -> None:
+def test_unreadable_directory_is_reported(command: str) -> None:
     is_root = os.geteuid() == 0
     unprivileged = f"from turnlane.cli import app, main; import os; os.setuid({NOBODY}); main()"
     start = ["-c", unprivileged] if is_root else ["-m", "turnlane"]
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)  # what is asked for can be seen, but not looked into
+        Path(folder).chmod(0o755)  # the directory is visible but not readable
         path = Path(folder) / "queue"
         turnlane.open_queue(kind="disk", path=path).close()
         path.chmod(0o700 if is_root else 0o000)
@@ -248,7 +248,7 @@ def test_a_directory_that_may_not_be_read(command: str) -> None:
     assert "Traceback" not in run.stderr
 
 
-def test_a_reader_that_has_seen_enough(stopped: Path) -> None:
+def test_closed_pipe_ends_the_command_quietly(stopped: Path) -> None:
     command = f"{sys.executable} -m turnlane queue export {stopped} | head -n 1"
     many = turnlane.open_queue(kind="disk", path=stopped)
     many.producer(ack="persisted").publish_block(block_of(values(20_000)))
@@ -263,7 +263,7 @@ def test_a_reader_that_has_seen_enough(stopped: Path) -> None:
     assert json.loads(run.stdout)["offset"] == 15
 
 
-def test_an_interrupted_export_leaves_nothing_behind(stopped: Path, tmp_path: Path) -> None:
+def test_interrupted_export_leaves_no_file(stopped: Path, tmp_path: Path) -> None:
     """The first block is interrupted as Ctrl-C would do it, at a moment that is always the same."""
     interrupt = (
         "import os, signal, turnlane.storage.export as export\n"
@@ -284,7 +284,7 @@ def test_an_interrupted_export_leaves_nothing_behind(stopped: Path, tmp_path: Pa
 # ── help ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_version_and_help() -> None:
+def test_version_and_help_are_printed() -> None:
     for start in (["-m", "turnlane"], ["-c", "from turnlane.cli import main; main()"]):
         run = subprocess.run(
             [sys.executable, *start, "--version"], capture_output=True, text=True, check=True

@@ -49,7 +49,7 @@ def publish_typed(path: Path) -> list[pa.RecordBatch]:
     return [plain, extra]
 
 
-def test_parquet_keeps_what_was_published(tmp_path: Path) -> None:
+def test_parquet_export_has_the_published_events(tmp_path: Path) -> None:
     plain, extra = publish_typed(tmp_path / "q")
     target = tmp_path / "events.parquet"
     assert in_json("export", tmp_path / "q", "--output", target) == {
@@ -70,7 +70,7 @@ def test_parquet_keeps_what_was_published(tmp_path: Path) -> None:
     assert table.column("value").to_pylist()[3:] == [b"b", b"c"]
 
 
-def test_json_lines_keep_what_was_published(tmp_path: Path) -> None:
+def test_json_lines_export_has_the_published_events(tmp_path: Path) -> None:
     plain, extra = publish_typed(tmp_path / "q")
     target = tmp_path / "events.jsonl"
     succeeded("export", tmp_path / "q", "-o", target)
@@ -87,7 +87,7 @@ def test_json_lines_keep_what_was_published(tmp_path: Path) -> None:
     assert (rows[3]["amount"], rows[3]["tags"], rows[3]["offset_"]) == (1.5, ["x", "y"], 7)
 
 
-def test_export_of_a_range_and_of_settled_events(stopped: Path, tmp_path: Path) -> None:
+def test_export_of_a_range_has_settled_events_if_asked(stopped: Path, tmp_path: Path) -> None:
     pending = lines_in_json("export", stopped)
     assert [row["offset"] for row in pending] == list(range(15, 200))
     assert [row["value"].encode() for row in pending] == values(185, 15)
@@ -98,7 +98,7 @@ def test_export_of_a_range_and_of_settled_events(stopped: Path, tmp_path: Path) 
     assert table.column("settled").to_pylist() == [True] * 15 + [False] * 185
 
 
-def test_a_damaged_queue_is_exported_as_far_as_it_goes(stopped: Path, tmp_path: Path) -> None:
+def test_export_of_a_damaged_queue_has_all_readable_events(stopped: Path, tmp_path: Path) -> None:
     lost = harm_payload(stopped)
     run = turnlane_queue("export", stopped, "-o", tmp_path / "rest.parquet")
     assert run.returncode == 1
@@ -106,7 +106,7 @@ def test_a_damaged_queue_is_exported_as_far_as_it_goes(stopped: Path, tmp_path: 
     assert pq.read_table(tmp_path / "rest.parquet").num_rows == 185 - lost
 
 
-def test_export_does_not_replace_a_file_unless_told_to(stopped: Path, tmp_path: Path) -> None:
+def test_export_replaces_a_file_only_with_force(stopped: Path, tmp_path: Path) -> None:
     target = tmp_path / "events.jsonl"
     target.write_text("precious")
     run = turnlane_queue("export", stopped, "-o", target)
@@ -116,7 +116,7 @@ def test_export_does_not_replace_a_file_unless_told_to(stopped: Path, tmp_path: 
     assert len(target.read_text().splitlines()) == 185
 
 
-def test_an_export_that_fails_leaves_nothing(stopped: Path, tmp_path: Path) -> None:
+def test_failed_export_leaves_no_file(stopped: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     kind = pa.month_day_nano_interval()
     with turnlane.open_queue(kind="disk", path=stopped) as queue:
@@ -131,21 +131,19 @@ def test_an_export_that_fails_leaves_nothing(stopped: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("options", [["-o", "events.txt"], ["--format", "parquet"]])
-def test_an_export_has_to_know_its_format(stopped: Path, options: list[str]) -> None:
+def test_export_without_a_known_format_is_refused(stopped: Path, options: list[str]) -> None:
     run = turnlane_queue("export", stopped, *options)
     assert run.returncode == 2
 
 
-def test_an_export_of_a_range_that_ends_before_it_begins(stopped: Path) -> None:
+def test_export_of_a_reversed_range_is_refused(stopped: Path) -> None:
     run = turnlane_queue("export", stopped, "--from", 50, "--to", 40)
     assert (run.returncode, run.stdout) == (2, "")
     assert "--from 50 is beyond --to 40" in run.stderr
     assert succeeded("export", stopped, "--from", 40, "--to", 40) == ""
 
 
-def test_an_export_into_no_directory_names_the_file_asked_for(
-    stopped: Path, tmp_path: Path
-) -> None:
+def test_export_into_a_missing_directory_names_the_file(stopped: Path, tmp_path: Path) -> None:
     target = tmp_path / "nowhere" / "events.jsonl"
     run = turnlane_queue("export", stopped, "-o", target)
     assert (run.returncode, run.stdout) == (1, "")

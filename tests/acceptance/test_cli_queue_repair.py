@@ -43,9 +43,7 @@ HARMS = [harm_payload, harm_header, harm_schema, harm_by_deleting, harm_by_cutti
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_repaired_queue_is_clean_and_keeps_all_that_can_be_read(
-    stopped: Path, harm: Harm
-) -> None:
+def test_repaired_queue_is_clean_and_keeps_readable_events(stopped: Path, harm: Harm) -> None:
     lost = harm(stopped)
     readable = [row["value"].encode() for row in rows_exported(stopped)]
     assert len(readable) == 185 - lost
@@ -58,7 +56,7 @@ def test_a_repaired_queue_is_clean_and_keeps_all_that_can_be_read(
     assert drained(stopped) == readable
 
 
-def test_repair_never_deletes_what_cannot_be_read(stopped: Path) -> None:
+def test_repair_never_deletes_unreadable_data(stopped: Path) -> None:
     chunk = chunks(stopped)[1]
     frame = frames(chunk)[0]
     flip(chunk, frame.byte + HEADER_SIZE)
@@ -68,7 +66,7 @@ def test_repair_never_deletes_what_cannot_be_read(stopped: Path) -> None:
     assert (stopped / kept).read_bytes() == damaged
 
 
-def test_a_dry_run_only_says_what_it_would_do(stopped: Path) -> None:
+def test_dry_run_of_repair_changes_nothing(stopped: Path) -> None:
     harm_payload(stopped)
     before = contents(stopped)
     said = succeeded("repair", stopped, "--dry-run")
@@ -78,7 +76,7 @@ def test_a_dry_run_only_says_what_it_would_do(stopped: Path) -> None:
     assert in_json("repair", stopped, "--dry-run")["repaired"] is False
 
 
-def test_acks_behind_a_damaged_record_are_recovered(killed: Path, tmp_path: Path) -> None:
+def test_repair_recovers_acks_behind_a_damaged_record(killed: Path, tmp_path: Path) -> None:
     """A killed queue's journal: the first of its two records breaks, the second still counts."""
     path = tmp_path / "acks"
     script = KILLED.replace("get(30).done()", "get(30).done()\nqueue.get(20).done()")
@@ -99,8 +97,8 @@ def test_acks_behind_a_damaged_record_are_recovered(killed: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(("which", "reason"), [(1, "corrupt"), (-1, "missing")])
-def test_verify_says_how_repair_will_count(stopped: Path, which: int, reason: str) -> None:
-    """The end of the last chunk is a torn tail; that of any other is damage in the middle."""
+def test_verify_reports_the_same_counts_as_repair(stopped: Path, which: int, reason: str) -> None:
+    """A damaged end of the last chunk is a torn tail; in any other chunk it is damage."""
     chunk = chunks(stopped)[which]
     os.truncate(chunk, frames(chunk)[-1].byte + 50)
     fault = fault_of(stopped)
@@ -118,7 +116,7 @@ def test_repair_cuts_a_torn_tail(killed: Path) -> None:
     assert drained(killed) == [b"%d" % n for n in range(30, 100)]
 
 
-def test_there_may_be_nothing_to_repair(stopped: Path) -> None:
+def test_repair_of_a_clean_queue_changes_nothing(stopped: Path) -> None:
     before = contents(stopped)
     assert "there is nothing to repair" in succeeded("repair", stopped)
     result = in_json("repair", stopped)
@@ -135,14 +133,16 @@ def test_there_may_be_nothing_to_repair(stopped: Path) -> None:
     assert contents(stopped) == before
 
 
-def test_a_running_queue_is_not_repaired(running: Path) -> None:
+def test_repair_of_a_running_queue_is_refused(running: Path) -> None:
     run = turnlane_queue("repair", running)
     assert run.returncode == 75
     assert f"held by process {os.getpid()}" in run.stderr
 
 
 @pytest.mark.parametrize(("answer", "asked"), [("n", True), ("y", True), ("", False)])
-def test_repair_asks_only_at_a_terminal(stopped: Path, answer: str, asked: bool) -> None:
+def test_repair_asks_for_confirmation_only_on_a_terminal(
+    stopped: Path, answer: str, asked: bool
+) -> None:
     harm_payload(stopped)
     command = [sys.executable, "-m", "turnlane", "queue", "repair", str(stopped)]
     ours, theirs = pty.openpty()

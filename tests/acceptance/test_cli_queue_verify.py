@@ -1,4 +1,4 @@
-"""`turnlane queue verify`: does it find what is wrong, and say where?"""
+"""`turnlane queue verify`: it finds every fault and names its place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.acceptance.queue_commands import (
 from turnlane.storage.frames import HEADER_SIZE
 
 
-def test_a_sound_queue_verifies_as_clean(stopped: Path) -> None:
+def test_undamaged_queue_verifies_as_clean(stopped: Path) -> None:
     report = in_json("verify", stopped)
     assert report["clean"] is True
     assert report["findings"] == []
@@ -35,7 +35,7 @@ def test_a_sound_queue_verifies_as_clean(stopped: Path) -> None:
     assert succeeded("verify", stopped).splitlines()[-1] == "clean"
 
 
-def test_progress_is_shown_in_a_terminal_and_nowhere_else(stopped: Path) -> None:
+def test_progress_is_shown_only_on_a_terminal(stopped: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "turnlane", "queue", "verify", str(stopped)]
     run = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, text=True, check=True)
@@ -81,7 +81,7 @@ def test_verify_names_the_frame_with_a_damaged_header(stopped: Path, where: int)
     assert (fault["first"], fault["events"]) == (frame.header.first, 10)
 
 
-def test_verify_finds_damage_in_the_very_last_frame(stopped: Path) -> None:
+def test_verify_finds_damage_in_the_last_frame(stopped: Path) -> None:
     chunk = chunks(stopped)[-1]
     frame = frames(chunk)[-1]
     flip(chunk, frame.byte + 1)
@@ -89,7 +89,7 @@ def test_verify_finds_damage_in_the_very_last_frame(stopped: Path) -> None:
     assert (fault["file"], fault["byte"], fault["events"]) == (chunk.name, frame.byte, 10)
 
 
-def test_damage_to_settled_events_is_only_noted(stopped: Path) -> None:
+def test_damage_to_settled_events_is_a_note(stopped: Path) -> None:
     frame = frames(chunks(stopped)[0])[0]
     flip(chunks(stopped)[0], frame.byte + HEADER_SIZE)
     report = in_json("verify", stopped)
@@ -97,7 +97,7 @@ def test_damage_to_settled_events_is_only_noted(stopped: Path) -> None:
     assert (note["fault"], note["byte"], note["kind"]) == (False, frame.byte, "corrupt_payload")
 
 
-def test_a_damaged_schema_costs_the_whole_chunk(stopped: Path) -> None:
+def test_damaged_schema_loses_the_whole_chunk(stopped: Path) -> None:
     flip(chunks(stopped)[1], 40)
     fault = fault_of(stopped)
     assert (fault["kind"], fault["file"], fault["byte"]) == ("schema", chunks(stopped)[1].name, 0)
@@ -105,7 +105,7 @@ def test_a_damaged_schema_costs_the_whole_chunk(stopped: Path) -> None:
     assert fault["events"] == following - int(chunks(stopped)[1].stem, 16)
 
 
-def test_verify_names_a_chunk_that_is_missing(stopped: Path) -> None:
+def test_verify_names_a_missing_chunk(stopped: Path) -> None:
     gone, following = chunks(stopped)[1:3]
     gone.unlink()
     fault = fault_of(stopped)
@@ -114,7 +114,7 @@ def test_verify_names_a_chunk_that_is_missing(stopped: Path) -> None:
 
 
 @pytest.mark.parametrize("which", [0, -1])
-def test_verify_names_the_first_or_last_chunk_if_that_is_missing(stopped: Path, which: int) -> None:
+def test_verify_names_a_missing_first_or_last_chunk(stopped: Path, which: int) -> None:
     gone = chunks(stopped)[which]
     lost = sum(frame.header.count for frame in frames(gone))
     gone.unlink()
@@ -126,7 +126,7 @@ def test_verify_names_the_first_or_last_chunk_if_that_is_missing(stopped: Path, 
         assert (fault["first"], fault["events"]) == (15, lost - 15)
 
 
-def test_verify_names_a_chunk_that_was_cut_short(stopped: Path) -> None:
+def test_verify_names_a_truncated_chunk(stopped: Path) -> None:
     chunk = chunks(stopped)[1]
     frame = frames(chunk)[-1]
     os.truncate(chunk, frame.byte + 50)
@@ -142,7 +142,7 @@ def test_verify_finds_a_chunk_of_another_queue(stopped: Path, tmp_path: Path) ->
     assert (fault["kind"], fault["file"]) == ("foreign", "000000000000ffff.chunk")
 
 
-def test_a_torn_tail_is_a_note(killed: Path) -> None:
+def test_torn_tail_is_a_note(killed: Path) -> None:
     chunk = chunks(killed)[-1]
     size = chunk.stat().st_size
     with chunk.open("ab") as file:
@@ -167,7 +167,7 @@ def test_verify_checks_queue_json_and_the_journal(stopped: Path) -> None:
     assert "missing" in fault_of(stopped)["what"]
 
 
-def test_a_running_queue_can_be_looked_at(running: Path) -> None:
+def test_running_queue_can_be_inspected(running: Path) -> None:
     report = in_json("verify", running)
     assert (report["running"], report["clean"], report["pending"]) == (os.getpid(), True, 185)
     assert lines_in_json("peek", running, "--json")[0]["offset"] == 15

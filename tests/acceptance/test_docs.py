@@ -120,7 +120,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def steps_of(page: Path) -> Iterator[Step]:
-    """What there is to run on a page."""
+    """Return the programs and commands of a page."""
     blocks = blocks_of(page)
     for block, after in zip(blocks, [*blocks[1:], None], strict=False):
         if file := TITLED.fullmatch(block.info):
@@ -171,7 +171,7 @@ def node_for(page: Path, data: Path) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_programs_print_what_the_page_says(
+def test_programs_print_the_output_of_the_page(
     page: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     if any(ON_SPARK.search(step.code) for step in steps_of(page)):
@@ -210,7 +210,7 @@ def check_programs(page: Path, tmp_path: Path, environment: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_only_what_cannot_run_is_left_out(page: Path) -> None:
+def test_only_programs_that_cannot_run_are_skipped(page: Path) -> None:
     for block in blocks_of(page):
         where = f"{page.name}:{block.line}"
         assert block.language in LANGUAGES, f"{where}: no such kind of block: {block.language}"
@@ -222,7 +222,7 @@ def test_only_what_cannot_run_is_left_out(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", prose):
         if "://" not in target:
@@ -235,7 +235,7 @@ def test_every_public_name_is_in_the_api_reference() -> None:
     assert set(turnlane.__all__) <= named
 
 
-def test_the_api_reference_has_every_error() -> None:
+def test_api_reference_has_every_error() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     kinds = (kind for kind in vars(errors).values() if isinstance(kind, type))
     tree = {kind.__name__ for kind in kinds if issubclass(kind, errors.TurnlaneError)}
@@ -256,7 +256,7 @@ def test_make_targets_named_in_the_docs_exist() -> None:
         assert named <= targets, page.name
 
 
-def test_the_wildcard_stands_for_anything_and_nothing_else_does() -> None:
+def test_wildcard_matches_any_text() -> None:
     assert matches("a … c", "a b\nb c\n")
     assert matches("a\nb", "a  \nb\n\n")
     assert not matches("a.c", "abc")

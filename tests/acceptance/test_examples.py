@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def test_a_publisher_is_killed_and_every_event_accounted_for() -> None:
+def test_killed_publisher_leaves_every_event_accounted_for() -> None:
     program = EXAMPLES / "kill_and_recover.py"
     done = subprocess.run(
         [sys.executable, str(program), "--events", "50000"],
@@ -26,7 +26,7 @@ def test_a_publisher_is_killed_and_every_event_accounted_for() -> None:
     assert "50,000" in done.stdout
 
 
-def test_a_demo_that_cannot_run_says_why_and_ends(tmp_path: Path) -> None:
+def test_demo_without_its_requirements_ends_with_the_reason(tmp_path: Path) -> None:
     """It would wait for four minutes, and Java does not come by itself."""
     pytest.importorskip("pyspark.sql")
     done = subprocess.run(
@@ -46,8 +46,10 @@ def test_a_demo_that_cannot_run_says_why_and_ends(tmp_path: Path) -> None:
     ("what", "who"),
     [("demo", "The demo needs"), ("test", "Some tests need"), ("bench", "Some benchmarks need")],
 )
-def test_who_needs_what_is_missing_is_said(what: str, who: str, tmp_path: Path) -> None:
-    """On a machine with an old Java, and for somebody who may install nothing."""
+def test_missing_requirement_names_the_part_that_needs_it(
+    what: str, who: str, tmp_path: Path
+) -> None:
+    """On a machine with an old Java, for a user who may install nothing."""
     for name, says in (("java", "echo 'openjdk version \"11.0.2\"' >&2"), ("id", "echo 1000")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{says}\n")
         (tmp_path / name).chmod(0o755)

@@ -185,7 +185,7 @@ class Nodes:
                 process.kill()
 
 
-def test_nothing_that_a_client_was_told_is_lost(tmp_path: Path) -> None:
+def test_killed_node_loses_no_acknowledged_event(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path)
     flight = FlightClient(nodes.flight)
     http = HttpClient("http", nodes.http)
@@ -206,7 +206,9 @@ def test_nothing_that_a_client_was_told_is_lost(tmp_path: Path) -> None:
                         lambda c=client, t=told: c.told > t or c.failure is not None,  # type: ignore[misc]
                         f"{client.name} to be told something",
                     )
-                time.sleep(delays.uniform(0.0, LONGEST_DELAY))  # any moment, not that of an answer
+                time.sleep(
+                    delays.uniform(0.0, LONGEST_DELAY)
+                )  # any moment, not the moment of an answer
                 process.send_signal(signal.SIGKILL)
                 process.wait(PATIENCE)
         with nodes.life() as process:

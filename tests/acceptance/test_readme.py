@@ -35,7 +35,7 @@ def free_ports() -> dict[str, str]:
     return {old: str(free_port()) for old in PORTS}
 
 
-def test_the_node_of_the_readme(tmp_path: Path) -> None:
+def test_readme_node_accepts_and_returns_events(tmp_path: Path) -> None:
     for program in ("logger", "curl"):
         if shutil.which(program) is None:
             skip_or_fail(f"there is no {program}")

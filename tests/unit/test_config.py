@@ -1,4 +1,4 @@
-"""The configuration: what it accepts, and how well it says what is wrong, and where."""
+"""The configuration: accepted settings, and the messages and positions of issues."""
 
 from __future__ import annotations
 
@@ -57,21 +57,21 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "load", plugins.load)
 
 
-def faults_of(text: str, **environment: str) -> list[str]:
+def load_with_issues(text: str, **environment: str) -> list[str]:
     with pytest.raises(ConfigFileError) as caught:
         loads(text, "c.yaml", environment)
     return str(caught.value).splitlines()
 
 
-def only_fault_of(text: str, **environment: str) -> str:
-    (fault,) = faults_of(text, **environment)
+def load_with_one_issue(text: str, **environment: str) -> str:
+    (fault,) = load_with_issues(text, **environment)
     return fault
 
 
 # ── what it gives ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_least_that_can_be_said_is_where_the_data_is() -> None:
+def test_data_directory_alone_is_a_valid_configuration() -> None:
     config = loads("node: {data: /data}")
     assert config.node.data == Path("/data")
     assert str(config.node.flight.listen) == "127.0.0.1:8815"
@@ -80,7 +80,7 @@ def test_the_least_that_can_be_said_is_where_the_data_is() -> None:
     assert config.inputs == ()
 
 
-def test_queues_are_on_disk_unless_they_say_otherwise() -> None:
+def test_queue_without_kind_is_on_disk() -> None:
     config = loads(
         "node: {data: /data}\nqueues:\n  plain:\n  small: {kind: memory, max_bytes: 1Mi}\n"
     )
@@ -91,7 +91,7 @@ def test_queues_are_on_disk_unless_they_say_otherwise() -> None:
     }
 
 
-def test_an_input_has_the_settings_of_its_type() -> None:
+def test_input_has_the_settings_of_its_type() -> None:
     config = loads(
         "node: {data: d}\nqueues: {q: }\ninputs: [{type: probe, queue: q, port: 5, ack: accepted}]"
     )
@@ -100,7 +100,7 @@ def test_an_input_has_the_settings_of_its_type() -> None:
     assert (settings.port, settings.ack) == (5, "accepted")
 
 
-def test_inputs_without_a_name_are_told_apart() -> None:
+def test_inputs_without_a_name_get_different_labels() -> None:
     config = loads(
         "node: {data: d}\nqueues: {q: }\n"
         "inputs: [{type: probe, queue: q}, {type: probe, queue: q}, "
@@ -109,7 +109,7 @@ def test_inputs_without_a_name_are_told_apart() -> None:
     assert [each.label for each in config.inputs] == ["probe", "probe-3", "probe-2"]
 
 
-def test_both_planes_have_the_nodes_certificate_unless_they_have_their_own() -> None:
+def test_plane_without_a_certificate_uses_that_of_the_node() -> None:
     config = loads("node:\n  data: d\n  tls: {cert: a, key: b}\n  http: {tls: {cert: c, key: d}}\n")
     assert config.node.flight.tls is not None
     assert config.node.http.tls is not None
@@ -117,7 +117,7 @@ def test_both_planes_have_the_nodes_certificate_unless_they_have_their_own() -> 
     assert config.node.http.tls.cert == Path("c")
 
 
-def test_settings_do_not_change() -> None:
+def test_settings_are_frozen() -> None:
     config = loads("node: {data: d}")
     with pytest.raises(ValidationError):
         config.node.insecure = True
@@ -137,7 +137,7 @@ def test_anchors_and_merge_keys_share_settings() -> None:
 # ── where things are wrong ───────────────────────────────────────────────────────────────────────
 
 
-def test_everything_that_is_wrong_is_told_with_its_place() -> None:
+def test_all_issues_are_reported_with_their_positions() -> None:
     text = """\
 node:
   data: /data
@@ -157,7 +157,7 @@ inputs:
     port: x
 paths: {}
 """
-    assert faults_of(text) == [
+    assert load_with_issues(text) == [
         (
             "c.yaml:4:13: node.http.listen: 'nowhere' is not an address; write host:port, such as "
             "127.0.0.1:8088, [::1]:8088, or :8088 for this machine only"
@@ -236,8 +236,8 @@ paths: {}
         ("node: {data: d}\n<<: 5", None),
     ],
 )
-def test_a_fault_names_place_setting_and_remedy(text: str, fault: str | None) -> None:
-    told = faults_of(text)
+def test_issue_names_position_setting_and_remedy(text: str, fault: str | None) -> None:
+    told = load_with_issues(text)
     assert fault is None or fault in told
 
 
@@ -254,38 +254,38 @@ def test_a_fault_names_place_setting_and_remedy(text: str, fault: str | None) ->
         ("node: \x00", "1:1"),
     ],
 )
-def test_what_is_no_yaml_is_pointed_at(text: str, place: str) -> None:
-    assert only_fault_of(text).startswith(f"c.yaml:{place}: this is n")
+def test_invalid_yaml_is_reported_with_its_position(text: str, place: str) -> None:
+    assert load_with_one_issue(text).startswith(f"c.yaml:{place}: this is n")
 
 
 def test_aliases_cannot_make_a_small_file_huge() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
-    assert "too large with its aliases" in faults_of("\n".join(lines))[-1]
-    assert "nested too deeply" in faults_of("node: &a [*a]")[-1]
+    assert "too large with its aliases" in load_with_issues("\n".join(lines))[-1]
+    assert "nested too deeply" in load_with_issues("node: &a [*a]")[-1]
 
 
-def test_a_public_address_needs_tls_and_tokens_or_force() -> None:
+def test_public_address_without_tls_and_tokens_is_refused() -> None:
     node = "node:\n  data: d\n  http: {listen: '0.0.0.0:8088'}\n"
-    fault = only_fault_of(node)
+    fault = load_with_one_issue(node)
     assert fault.startswith("c.yaml:3:18: node.http.listen: 0.0.0.0:8088 can be reached from")
     assert loads(f"{node}  insecure: true").node.insecure
     protected = "  tls: {cert: c, key: k}\n  tokens: [{name: t, secret: sesame, rights: {}}]"
     assert loads(node + protected).node.http.tls is not None
 
 
-def test_two_tokens_or_inputs_of_one_name_are_refused() -> None:
+def test_two_tokens_or_inputs_with_one_name_are_refused() -> None:
     token = "{name: t, secret_env: S, rights: {}}"
-    assert "2 tokens are called 't'" in only_fault_of(
+    assert "2 tokens are called 't'" in load_with_one_issue(
         f"node: {{data: d, tokens: [{token}, {token}]}}"
     )
     entry = "{type: probe, queue: q, name: n}"
-    assert "another input is called 'n' too" in only_fault_of(
+    assert "another input is called 'n' too" in load_with_one_issue(
         f"node: {{data: d}}\nqueues: {{q: }}\ninputs: [{entry}, {entry}]"
     )
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
         load(tmp_path / "none.yaml")
     latin = tmp_path / "latin.yaml"
@@ -311,11 +311,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("${EMPTY}", ""),
     ],
 )
-def test_variables_are_filled_in(text: str, value: str) -> None:
+def test_variables_are_replaced(text: str, value: str) -> None:
     assert substitute_variables(text, {"A": "1", "EMPTY": ""}) == value
 
 
-def test_a_variable_fits_whatever_type_is_wanted() -> None:
+def test_value_of_a_variable_is_converted_to_the_type_of_the_setting() -> None:
     text = """\
 node: {data: "${D}", insecure: "${YES}", shutdown_timeout: "${T}"}
 queues:
@@ -335,7 +335,7 @@ inputs:
     assert config.inputs[0].model_dump()["labels"] == {"port": "0100"}
 
 
-def test_a_variable_never_changes_the_structure() -> None:
+def test_value_of_a_variable_never_changes_the_structure() -> None:
     value = "x}\nqueues: {evil: }\n# "
     config = loads("node: {data: '${D}'}", "c", {"D": value})
     assert config.node.data == Path(value)
@@ -352,8 +352,8 @@ def test_a_variable_never_changes_the_structure() -> None:
         ("${1}", "this variable is malformed; "),
     ],
 )
-def test_a_missing_variable_is_pointed_at(written: str, message: str) -> None:
-    fault = only_fault_of(f"node:\n  data: d\n  shutdown_timeout: '{written}'")
+def test_missing_variable_is_reported_with_its_position(written: str, message: str) -> None:
+    fault = load_with_one_issue(f"node:\n  data: d\n  shutdown_timeout: '{written}'")
     assert fault.startswith(f"c.yaml:3:21: node.shutdown_timeout: {message}")
 
 
@@ -386,7 +386,7 @@ SECRET = "hunter2-very-secret"
         "node: {data: d}\ninputs: [{type: probe, queue: '${S}'}]",
     ],
 )
-def test_no_fault_tells_a_secret(text: str) -> None:
+def test_issue_never_shows_a_secret(text: str) -> None:
     with pytest.raises(ConfigFileError) as caught:
         loads(text, "c.yaml", {"S": SECRET})
     assert caught.value.issues
@@ -425,7 +425,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-def loads_or_faults(text: str) -> None:
+def check_loads_or_issues(text: str) -> None:
     with contextlib.suppress(ConfigFileError):
         assert isinstance(loads(text, "c.yaml", {"A": "1"}), Config)
 
@@ -438,24 +438,24 @@ def loads_or_faults(text: str) -> None:
 @example("? ? x")
 @example("- &a\n- *a")
 @example("'${'")
-def test_any_text_is_a_config_or_faults(text: str) -> None:
-    loads_or_faults(text)
+def test_any_text_gives_settings_or_issues(text: str) -> None:
+    check_loads_or_issues(text)
 
 
 @given(st.text(alphabet="{}[]:,-?&*!|>'\"%@`#\n \tax1$~<=.\\_"))
-def test_any_yaml_like_text_is_a_config_or_faults(text: str) -> None:
-    loads_or_faults(text)
+def test_any_yaml_like_text_gives_settings_or_issues(text: str) -> None:
+    check_loads_or_issues(text)
 
 
 @given(st.dictionaries(NAMES, VALUES, max_size=4))
-def test_any_structure_is_a_config_or_faults(values: dict[str, Any]) -> None:
-    loads_or_faults(json.dumps(values))
+def test_any_structure_gives_settings_or_issues(values: dict[str, Any]) -> None:
+    check_loads_or_issues(json.dumps(values))
 
 
 # ── the schema and the example ───────────────────────────────────────────────────────────────────
 
 
-def test_the_schema_knows_the_settings_of_inputs_and_allows_variables() -> None:
+def test_schema_has_the_settings_of_inputs_and_allows_variables() -> None:
     schema = json_schema()
     probe = schema["$defs"]["probe_input"]["properties"]
     assert probe["type"]["const"] == "probe"
@@ -475,28 +475,28 @@ class TestAsInstalled:
 
     @pytest.fixture(autouse=True)
     def probe(self) -> None:
-        """Not the one of this module."""
+        """Not the input of this module."""
 
-    def test_the_published_schema_is_current(self) -> None:
+    def test_published_schema_is_current(self) -> None:
         assert config_schema.FILE.read_text() == config_schema.text(), (
             "run: python -m scripts.config_schema"
         )
 
-    def test_several_files_inputs_need_names(self) -> None:
-        """Their positions are kept by name: swapped, each would read the other's files anew."""
+    def test_second_files_input_without_a_name_is_refused(self) -> None:
+        """Positions are kept by name: after a swap, each would read the other's files again."""
         one = "{type: files, queue: q, paths: [/a]}"
         named = "{type: files, queue: q, paths: [/b], name: b}"
         start = "node: {data: d}\nqueues: {q: }\ninputs: "
-        assert "inputs[2]: needs a name" in only_fault_of(f"{start}[{one}, {named}, {one}]")
+        assert "inputs[2]: needs a name" in load_with_one_issue(f"{start}[{one}, {named}, {one}]")
         config = loads(f"{start}[{named}, {one}]")
         assert [each.label for each in config.inputs] == ["b", "files"]
 
-    def test_the_example_of_the_documentation_loads(self) -> None:
+    def test_example_in_the_docs_is_valid(self) -> None:
         config = loads(example_text(), "example.yaml", {"TURNLANE_TOKEN": "t"})
         assert config.queues
         assert config.inputs
 
-    def test_the_schema_says_the_same_as_the_loader(self) -> None:
+    def test_schema_and_loader_accept_the_same(self) -> None:
         """As far as a schema can; ``${…}`` stands for anything."""
         check = jsonschema_rs.validator_for(json.loads(config_schema.text()))
         values = parse(example_text(), "example.yaml", {}).data

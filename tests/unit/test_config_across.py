@@ -1,4 +1,4 @@
-"""What is right section by section and wrong together: is it found, and pointed at?"""
+"""Sections that are valid alone and wrong together are refused with their positions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from turnlane.config import ConfigFileError, loads
 
 
-def faults_of(text: str) -> list[str]:
+def load_with_issues(text: str) -> list[str]:
     try:
         loads(text, "c.yaml", {})
     except ConfigFileError as faults:
@@ -48,14 +48,14 @@ def faults_of(text: str) -> list[str]:
         ),
     ],
 )
-def test_two_listeners_cannot_have_one_place(node: str, inputs: str, fault: str) -> None:
+def test_two_listeners_on_one_address_are_refused(node: str, inputs: str, fault: str) -> None:
     text = f"node: {{data: d, {node}}}\nqueues: {{a: {{}}}}\ninputs: {inputs}\n"
-    assert faults_of(text) == [f"c.yaml:{fault}; choose another port"]
+    assert load_with_issues(text) == [f"c.yaml:{fault}; choose another port"]
 
 
-def test_listeners_in_different_places_do_not_disturb_each_other() -> None:
+def test_listeners_on_different_addresses_are_accepted() -> None:
     """Other hosts, other protocols, free ports, planes that are not served."""
-    assert not faults_of(
+    assert not load_with_issues(
         "node: {data: d, flight: {enabled: false, listen: ':9000'}, http: {listen: ':9000'}}\n"
         "queues: {a: {}}\n"
         "inputs:\n"
@@ -66,17 +66,19 @@ def test_listeners_in_different_places_do_not_disturb_each_other() -> None:
     )
 
 
-def test_an_address_that_is_none_is_told_once() -> None:
-    (fault,) = faults_of("node: {data: d, http: {listen: nowhere}, flight: {listen: nowhere:1}}")
+def test_invalid_address_is_reported_once() -> None:
+    (fault,) = load_with_issues(
+        "node: {data: d, http: {listen: nowhere}, flight: {listen: nowhere:1}}"
+    )
     assert "1:32: node.http.listen: " in fault
 
 
 # ── names of queues ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_route_leads_to_a_queue_that_there_is() -> None:
+def test_route_to_an_unknown_queue_is_refused() -> None:
     routes = "{/a/*: orders, /b/*: order, /c/*: bills}"
-    assert faults_of(
+    assert load_with_issues(
         "node: {data: d}\nqueues: {orders: {}}\n"
         f"inputs: [{{type: http, listen: ':0', queue: orders, routes: {routes}}}]"
     ) == [
@@ -93,20 +95,20 @@ def node_with(*tokens: str) -> str:
     return f"node:\n  data: d\n  tokens:\n{entries}queues: {{orders: {{}}}}\n"
 
 
-def test_a_right_is_on_a_queue_that_there_is() -> None:
-    (fault,) = faults_of(node_with("orders: [read], ordres: [publish]"))
+def test_right_on_an_unknown_queue_is_refused() -> None:
+    (fault,) = load_with_issues(node_with("orders: [read], ordres: [publish]"))
     assert fault.startswith("c.yaml:4:55: node.tokens[0].rights.ordres: there is no queue 'ordres'")
     assert fault.endswith("did you mean orders?")
 
 
-def test_patterns_and_queues_that_can_be_made_are_no_mistake() -> None:
-    assert not faults_of(node_with("team-*: [read], 'order?': [publish]"))
-    assert not faults_of(node_with("jobs: [publish]", "jo*: [admin]")), "made while it runs"
-    assert faults_of(node_with("jobs: [publish]", "other*: [admin]"))
+def test_rights_on_patterns_and_creatable_queues_are_accepted() -> None:
+    assert not load_with_issues(node_with("team-*: [read], 'order?': [publish]"))
+    assert not load_with_issues(node_with("jobs: [publish]", "jo*: [admin]")), "made while it runs"
+    assert load_with_issues(node_with("jobs: [publish]", "other*: [admin]"))
 
 
-def test_rights_on_the_pipelines_own_queues_are_known() -> None:
-    assert not faults_of(
+def test_rights_on_queues_of_the_pipeline_are_accepted() -> None:
+    assert not load_with_issues(
         node_with("main: [publish], main.dead: [read], alerts: [read]")
         + "parse: {format: json, on_error: dead}\n"
         "actions: [{name: alerts, queue: disk, output: {type: file, path: x}}]\n"

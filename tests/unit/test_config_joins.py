@@ -1,4 +1,4 @@
-"""Queues that SQL joins with: only those that nobody else reads, for a join takes events out."""
+"""Queues that SQL joins with must have no other reader, because a join removes events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def config(*actions: str, queues: str = "{plain: }") -> str:
     return f"node: {{data: d}}\nqueues: {queues}\nactions:\n{listed}"
 
 
-def faults_of(text: str) -> list[str]:
+def load_with_issues(text: str) -> list[str]:
     with pytest.raises(ConfigFileError) as caught:
         loads(text, "c.yaml", {})
     return str(caught.value).splitlines()
@@ -42,7 +42,7 @@ def pipeline_of(text: str) -> PipelineSettings:
         ("events", "SQL has the action's own events under this name"),
     ],
 )
-def test_a_join_takes_nothing_that_somebody_else_reads(name: str, why: str) -> None:
+def test_join_with_a_queue_that_has_a_reader_is_refused(name: str, why: str) -> None:
     text = config(
         JOIN % name,
         f"{{name: other, {OTHER}}}",
@@ -50,24 +50,26 @@ def test_a_join_takes_nothing_that_somebody_else_reads(name: str, why: str) -> N
         f"{{name: asks, sql: SELECT 1, {HELD}}}",
         queues="{plain: , events: }",
     )
-    (fault,) = faults_of(text)
+    (fault,) = load_with_issues(text)
     assert fault.startswith(f"c.yaml:4:44: actions[0].with_queues[0]: {why}"), fault
 
 
-def test_unparsed_events_wait_for_somebody_to_look_at_them() -> None:
-    (fault,) = faults_of(config(JOIN % "main.dead") + "parse: {format: json, on_error: dead}\n")
+def test_join_with_unparsed_events_is_refused() -> None:
+    (fault,) = load_with_issues(
+        config(JOIN % "main.dead") + "parse: {format: json, on_error: dead}\n"
+    )
     assert "with_queues[0]: dead letters wait here" in fault
 
 
-def test_two_joins_would_take_each_others_events() -> None:
+def test_two_joins_with_one_queue_are_refused() -> None:
     again = JOIN.replace("name: j", "name: k") % "plain"
-    (fault,) = faults_of(config(JOIN % "plain", again))
+    (fault,) = load_with_issues(config(JOIN % "plain", again))
     assert "actions[1].with_queues[0]: action 'j' joins with it already" in fault
-    (fault,) = faults_of(config(JOIN % "plain, Plain", queues="{plain: , Plain: }"))
+    (fault,) = load_with_issues(config(JOIN % "plain, Plain", queues="{plain: , Plain: }"))
     assert "actions[0].with_queues[1]: is there twice" in fault
 
 
-def test_a_join_has_queues_of_the_node_and_of_actions_that_only_keep_events_for_it() -> None:
+def test_join_with_queues_without_a_reader_is_accepted() -> None:
     pipeline = pipeline_of(
         config(JOIN % "plain, held", f"{{name: held, {HELD}}}", f"{{name: dropped, {HELD}}}")
     )

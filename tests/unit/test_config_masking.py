@@ -1,4 +1,4 @@
-"""What is shown of a configuration: everything but what may be a secret."""
+"""A configuration is shown completely, except for possible secrets."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def output(settings: str) -> str:
         f"spark: {{conf: {{spark.hadoop.fs.azure.account.key.x: {SECRET}}}}}\n{FILE}",
     ],
 )
-def test_what_may_be_a_secret_is_not_shown(text: str) -> None:
+def test_possible_secrets_are_masked(text: str) -> None:
     config = loads(f"node: {{data: d}}\n{text}", "c.yaml", {})
     assert SECRET not in json.dumps(get_visible_settings(config))
     assert SECRET not in f"{config!r}{config}"
 
 
-def test_values_of_variables_are_shown_as_they_are_written() -> None:
+def test_variables_are_shown_as_written() -> None:
     config = loads(
         "node: {data: 'd/${P}'}\n" + output("type: http, url: 'https://h/${P}'"),
         "c.yaml",
@@ -47,7 +47,7 @@ def test_values_of_variables_are_shown_as_they_are_written() -> None:
 
 
 @pytest.mark.parametrize("url", ["sqlite:///x.db", "sqlite:////tmp/a@b.db", "postgresql://me@h/db"])
-def test_the_address_of_a_database_is_shown_as_it_is(url: str) -> None:
+def test_database_address_without_a_secret_is_shown(url: str) -> None:
     columns = "table: t, columns: {a: value}"
     found = get_visible_settings(
         loads(f"node: {{data: d}}\n{output(f'type: sql, url: {url!r}, {columns}')}")
@@ -63,14 +63,14 @@ def test_the_address_of_a_database_is_shown_as_it_is(url: str) -> None:
         (f"http://[me:{SECRET}@h", f"http://[me:{MASK}@h"),
     ],
 )
-def test_the_password_of_an_address_is_masked_and_the_rest_is_shown(path: str, seen: str) -> None:
+def test_password_in_an_address_is_masked(path: str, seen: str) -> None:
     found = get_visible_settings(
         loads(f"node: {{data: d}}\n{output(f'type: spark, format: x, path: {path!r}')}")
     )
     assert found["actions"][0]["output"]["path"] == seen
 
 
-def test_what_is_harmless_is_shown() -> None:
+def test_harmless_values_are_shown() -> None:
     found = get_visible_settings(
         loads(
             "node: {data: d}\nspark: {conf: {spark.driver.memory: 2g, spark.ui.enabled: 'false'}}\n"

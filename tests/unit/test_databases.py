@@ -1,4 +1,4 @@
-"""Does a URL of a database select its dialect, and say what is wrong with it?"""
+"""The URL of a database selects its dialect; an invalid URL is refused with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory limit is the least of all that can be found, whatever the surroundings."""
+"""The memory limit is the least of all limits that the system has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline and its file: what does a reload take, what needs a restart, what is rejected?"""
+"""A reload applies a changed configuration, names settings that need a restart, or is rejected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def changed_by(change: str) -> str:
     return text.replace("data: d", "data: e") if change.startswith(OTHER_DATA) else text
 
 
-def test_what_lanes_alone_cannot_take_is_named() -> None:
+def test_changed_section_that_needs_a_restart_is_listed() -> None:
     old = loads(with_cases())
     assert list(list_restart_sections(old, loads(with_cases()), old.knobs())) == []
     lanes = loads(with_cases().replace("name: a,", "name: a, filter: x,"))
@@ -47,7 +47,7 @@ def test_what_lanes_alone_cannot_take_is_named() -> None:
         ("nodes: {token_file: f, endpoint: 'turnlane://h:1'}", [], []),
     ],
 )
-def test_so_is_what_neither_the_node_nor_executors_take(
+def test_changed_token_variable_needs_a_restart_on_a_cluster(
     more: str, late: list[str], on_cluster: list[str]
 ) -> None:
     old, new = loads(with_cases()), loads(with_cases() + more)
@@ -64,7 +64,7 @@ def test_so_is_what_neither_the_node_nor_executors_take(
     ],
     ids=["sections", "a queue that a reload has made"],
 )
-def test_a_restart_is_needed_for_what_differs_from_what_runs_not_from_the_last_file(
+def test_needed_restart_is_computed_from_the_running_settings(
     changes: list[str], late: list[list[str]], tmp_path: Path
 ) -> None:
     pytest.importorskip("pyspark.sql")
@@ -89,8 +89,8 @@ def test_a_restart_is_needed_for_what_differs_from_what_runs_not_from_the_last_f
 # ── a reload ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_reload_leaves_checkpoints_where_they_are() -> None:
-    """State would begin anew, and sinks of files would refuse the new place."""
+def test_reload_keeps_the_directory_of_checkpoints() -> None:
+    """With another directory, lanes would lose their state and file sinks would refuse to write."""
     pytest.importorskip("pyspark.sql")
     old, new = (loads(actions(f"{{name: a, {FILE}}}").replace("d}", f"{at}}}")) for at in "xy")
 
@@ -129,7 +129,7 @@ def access_after(old: str, new: str, **knobs: Any) -> dict[str, str]:
 A_NODE, B_NODE = "turnlane://a:1", "turnlane://b:1"
 
 
-def test_a_reload_takes_the_nodes_that_the_file_names_by_now(
+def test_reload_uses_the_nodes_of_the_changed_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TURNLANE_URL", raising=False)
@@ -140,13 +140,13 @@ def test_a_reload_takes_the_nodes_that_the_file_names_by_now(
     assert access_after(old, "") == {"endpoint": "turnlane://c:1"}
 
 
-def test_nodes_that_an_option_names_are_those_whatever_the_file_says() -> None:
+def test_nodes_of_an_option_override_the_file() -> None:
     access = access_after(f"endpoint: '{A_NODE}'", f"endpoint: '{B_NODE}'", endpoint=A_NODE)
     assert access == {"endpoint": A_NODE}
 
 
-def test_executors_of_a_cluster_have_the_token_of_the_start() -> None:
-    """Their variables were given to them then; those of a local Spark are this process's."""
+def test_executors_of_a_cluster_keep_the_first_token() -> None:
+    """They got their variables at the start. A local Spark has the variables of this process."""
     known = {"endpoint": A_NODE, "on_cluster": True}
     assert access_after("token_env: A", "token_env: B", endpoint=A_NODE)["tokenEnv"] == "B"
     assert access_after("token_env: A", "token_env: B", **known)["tokenEnv"] == "A"
@@ -213,13 +213,13 @@ def operation(
 
 
 def due(operation: PipelineSupervisor, signals: Any) -> None:
-    """Do what there is to be done."""
+    """Do the work that is due."""
     work = operation._find_due_work(signals)
     assert work is not None
     work()
 
 
-def test_a_reload_that_waits_for_lanes_to_end_is_tried_again(
+def test_reload_during_the_end_of_lanes_is_retried(
     operation: PipelineSupervisor, told: list[tuple[str, dict[str, Any]]]
 ) -> None:
     """And those before it, which have made room for it, are not started instead."""
@@ -237,7 +237,7 @@ def test_a_reload_that_waits_for_lanes_to_end_is_tried_again(
     assert operation._find_due_work(signals) is None
 
 
-def test_if_it_is_rejected_meanwhile_the_lanes_before_it_are_started_again(
+def test_rejected_reload_restarts_the_lanes_before_it(
     operation: PipelineSupervisor, told: list[tuple[str, dict[str, Any]]]
 ) -> None:
     runner: Any = operation._runner
@@ -252,7 +252,7 @@ def test_if_it_is_rejected_meanwhile_the_lanes_before_it_are_started_again(
     assert operation._find_due_work(signals) is None
 
 
-def test_a_pipeline_alone_needs_no_secrets_of_its_node_for_a_reload(
+def test_reload_of_a_pipeline_alone_needs_no_secrets_of_the_node(
     operation: PipelineSupervisor, told: list[tuple[str, dict[str, Any]]]
 ) -> None:
     """Nor did it for its start: they are where the node is."""
@@ -266,7 +266,7 @@ def test_a_pipeline_alone_needs_no_secrets_of_its_node_for_a_reload(
 
 
 @pytest.mark.parametrize("nodes", ["token_env: NOT_SET", "endpoint: 'http://nope'"])
-def test_a_reload_with_nodes_that_cannot_be_reached_so_is_rejected(
+def test_reload_with_invalid_nodes_is_rejected(
     nodes: str, operation: PipelineSupervisor, told: list[tuple[str, dict[str, Any]]]
 ) -> None:
     lines = operation._path.read_text().count("\n")
@@ -278,7 +278,7 @@ def test_a_reload_with_nodes_that_cannot_be_reached_so_is_rejected(
     assert fault.startswith(f"{operation._path}:{lines + 1}:{11 + len(knob)}: nodes.{knob}: ")
 
 
-def test_lanes_that_have_not_ended_are_not_said_to_have_stopped(
+def test_lanes_that_did_not_end_are_named(
     operation: PipelineSupervisor, told: list[tuple[str, dict[str, Any]]]
 ) -> None:
     operation.stop()
@@ -302,7 +302,7 @@ class NoNode(contextlib.nullcontext[Any]):
 
 
 @pytest.mark.parametrize("command", ["run", "pipeline"])
-def test_a_file_that_changes_while_its_pipeline_starts_is_news(
+def test_change_during_the_start_causes_a_reload(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the reading of it and the first look at it Java is looked for, and a node started."""

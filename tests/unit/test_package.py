@@ -55,7 +55,7 @@ def test_every_core_module_imports_without_pyspark() -> None:
     ],
 )
 def test_seldom_used_modules_are_imported_late(module: str, unneeded: set[str]) -> None:
-    """Processes are many and short: commands, and those of Spark."""
+    """Commands and processes of Spark are many and short."""
     program = f"import sys, {module}; print(*sys.modules)"
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

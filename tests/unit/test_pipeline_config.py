@@ -35,27 +35,27 @@ def actions(*lines: str, more: str = "") -> str:
     return HEAD + "".join(f"  - {line}\n" for line in lines) + more
 
 
-def faults_of(text: str) -> list[str]:
+def load_with_issues(text: str) -> list[str]:
     with pytest.raises(ConfigFileError) as caught:
         loads(text, "c.yaml", {})
     return str(caught.value).splitlines()
 
 
-def only_fault_of(text: str) -> str:
-    (fault,) = faults_of(text)
+def load_with_one_issue(text: str) -> str:
+    (fault,) = load_with_issues(text)
     return fault
 
 
 # ── what it gives ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_node_without_actions_has_no_pipeline() -> None:
+def test_configuration_without_actions_has_no_pipeline() -> None:
     config = loads("node: {data: d}\nqueues: {q: }")
     assert config.pipeline() is None
     assert config.knobs() == {"q": {"kind": Kind.DISK}}
 
 
-def test_actions_bring_a_main_queue_and_their_own() -> None:
+def test_actions_add_a_main_queue_and_their_own_queues() -> None:
     config = loads(
         actions(
             f"{{name: a, queue: {{kind: memory, size: 5}}, {FILE}}}",
@@ -78,13 +78,13 @@ def test_actions_bring_a_main_queue_and_their_own() -> None:
 
 
 @pytest.mark.parametrize("given", ["main: {durability: always}", "queues: {main: {size: 9}}"])
-def test_the_main_queue_has_its_knobs_in_a_section_or_among_the_queues(given: str) -> None:
+def test_main_queue_is_set_in_main_or_in_queues(given: str) -> None:
     config = loads(actions(f"{{name: a, {FILE}}}", more=given))
     assert list(config.knobs()) == ["main", "a.dead"]
     assert len(config.knobs()["main"]) == 2
 
 
-def test_a_main_queue_may_be_there_without_a_pipeline() -> None:
+def test_main_queue_without_a_pipeline_is_accepted() -> None:
     config = loads("node: {data: d}\nmain:\ninputs: [{type: stdin, queue: main}]")
     assert config.knobs() == {"main": {"kind": Kind.DISK}}
 
@@ -118,14 +118,14 @@ def test_every_section_reaches_the_pipeline() -> None:
     assert config.checkpoints() == Path("d/checkpoints")
 
 
-def test_empty_sections_are_as_if_they_were_not_there() -> None:
+def test_empty_section_has_the_defaults() -> None:
     sections = ("parse", "lane", "spark", "nodes", "main", "tests", "inputs", "transform")
     more = "".join(f"{name}:\n" for name in sections)
     text = actions(f"{{name: a, {FILE}}}")
     assert loads(text + more).model_dump() == loads(text).model_dump()
 
 
-def test_an_output_has_the_settings_of_its_type() -> None:
+def test_output_has_the_settings_of_its_type() -> None:
     (action,) = loads(actions(f"{{name: a, {FILE}}}")).actions
     assert isinstance(action.output, FileOutputSettings)
     assert action.output.path == Path("out")
@@ -164,8 +164,8 @@ def test_an_output_has_the_settings_of_its_type() -> None:
         ),
     ],
 )
-def test_an_action_that_cannot_be_is_refused_with_its_place(action: str, fault: str) -> None:
-    found = only_fault_of(actions(action, more="queues: {taken: }\n"))
+def test_contradictory_action_is_refused_with_its_position(action: str, fault: str) -> None:
+    found = load_with_one_issue(actions(action, more="queues: {taken: }\n"))
     assert found.startswith("c.yaml:3:")
     assert fault in found
 
@@ -201,11 +201,11 @@ QUEUE = "type: queue, endpoint: 'turnlane://a:1', queue: q, producer: shop"
         ),
     ],
 )
-def test_an_output_that_cannot_keep_its_promise_there_is_refused(action: str, fault: str) -> None:
-    assert fault in only_fault_of(actions(action))
+def test_output_that_cannot_be_exactly_once_is_refused(action: str, fault: str) -> None:
+    assert fault in load_with_one_issue(actions(action))
 
 
-def test_outputs_keep_their_promises_behind_a_queue_of_their_own() -> None:
+def test_exactly_once_output_behind_a_queue_is_accepted() -> None:
     loads(
         actions(
             f"{{name: a, queue: disk, output: {{{SQL}}}}}",
@@ -228,14 +228,14 @@ STRICT = f"queue: disk, delivery: {{ordering: strict}}, output: {{{QUEUE}}}"
         (STRICT, STRICT, "actions[1].output.producer: action 'a' sends to that queue under this"),
     ],
 )
-def test_two_actions_whose_events_would_be_taken_for_each_others_are_refused(
+def test_two_actions_with_one_exclusive_target_are_refused(
     one: str, other: str, fault: str
 ) -> None:
-    """Half of them would be left out, and nobody would know."""
-    assert fault in only_fault_of(actions(f"{{name: a, {one}}}", f"{{name: b, {other}}}"))
+    """Half of them would be skipped without an error."""
+    assert fault in load_with_one_issue(actions(f"{{name: a, {one}}}", f"{{name: b, {other}}}"))
 
 
-def test_actions_may_share_what_tells_them_apart() -> None:
+def test_actions_with_different_targets_are_accepted() -> None:
     delta = "queue: disk, output: {type: spark, format: delta, path: out/x}"
     table = f"queue: disk, output: {{{SQL}}}"
     loads(actions(*(f"{{name: {name}, {delta}}}" for name in "ab")))
@@ -254,46 +254,48 @@ def test_actions_may_share_what_tells_them_apart() -> None:
         "{name: a, delivery: {failover: {output: {type: []}}}, output: {type: discard}}",
     ],
 )
-def test_what_is_of_another_shape_is_a_fault_like_any_other(action: str) -> None:
+def test_section_of_a_wrong_type_is_refused(action: str) -> None:
     with pytest.raises(ConfigFileError):
         loads(actions(action))
 
 
 @pytest.mark.parametrize("kind", ["[]", "{}"])
-def test_so_is_a_queue_of_another_shape(kind: str) -> None:
+def test_queue_of_a_wrong_type_is_refused(kind: str) -> None:
     with pytest.raises(ConfigFileError):
         loads(f"node: {{data: d}}\nqueues: {{main: {{kind: {kind}}}}}")
 
 
-def test_two_actions_cannot_have_one_name() -> None:
+def test_two_actions_with_one_name_are_refused() -> None:
     one = f"{{name: a, {FILE}}}"
-    fault = only_fault_of(actions(one, one))
+    fault = load_with_one_issue(actions(one, one))
     assert fault == "c.yaml:4:12: actions[1].name: another action is called 'a' too"
 
 
-def test_an_input_may_fill_the_main_queue_or_an_actions_but_no_other() -> None:
+def test_input_with_an_unknown_queue_is_refused() -> None:
     inputs = "inputs: [{type: unix, path: x, queue: main}, {type: stdin, queue: a}"
     text = actions(f"{{name: a, queue: disk, {FILE}}}", f"{{name: b, {FILE}}}", more=inputs)
     assert len(loads(f"{text}]").inputs) == 2
-    assert "there is no queue 'b'" in only_fault_of(f"{text}, {{type: unix, path: y, queue: b}}]")
+    assert "there is no queue 'b'" in load_with_one_issue(
+        f"{text}, {{type: unix, path: y, queue: b}}]"
+    )
 
 
-def test_only_one_input_reads_the_standard_input() -> None:
+def test_second_input_of_stdin_is_refused() -> None:
     inputs = "inputs: [{type: stdin, queue: main}, {type: stdin, name: x, queue: main}]"
-    fault = only_fault_of(f"node: {{data: d}}\nmain:\n{inputs}")
+    fault = load_with_one_issue(f"node: {{data: d}}\nmain:\n{inputs}")
     assert "inputs[1].type: another input reads the standard input already" in fault
 
 
 @pytest.mark.parametrize("section", ["parse: json", "transform: m:f", "lane: {max_events: 1}"])
-def test_what_only_a_pipeline_has_is_refused_without_one(section: str) -> None:
-    fault = only_fault_of(f"node: {{data: d}}\n{section}")
+def test_section_of_a_pipeline_without_actions_is_refused(section: str) -> None:
+    fault = load_with_one_issue(f"node: {{data: d}}\n{section}")
     assert fault.startswith("c.yaml:2:1: ")
     assert fault.endswith("has no effect without actions; add some")
 
 
-def test_the_main_queue_is_described_once() -> None:
+def test_main_queue_in_main_and_in_queues_is_refused() -> None:
     text = actions(f"{{name: a, {FILE}}}", more="main: {}\nqueues: {main: }")
-    assert only_fault_of(text) == "c.yaml:4:1: main: stands in queues too; keep one of them"
+    assert load_with_one_issue(text) == "c.yaml:4:1: main: stands in queues too; keep one of them"
 
 
 @pytest.mark.parametrize(
@@ -305,11 +307,11 @@ def test_the_main_queue_is_described_once() -> None:
         ("{fromat: json}", "4:9: parse.fromat: there is no such setting; did you mean format?"),
     ],
 )
-def test_how_values_are_parsed_is_checked(parsing: str, fault: str) -> None:
-    assert fault in only_fault_of(actions(f"{{name: a, {FILE}}}", more=f"parse: {parsing}"))
+def test_invalid_parse_section_is_refused(parsing: str, fault: str) -> None:
+    assert fault in load_with_one_issue(actions(f"{{name: a, {FILE}}}", more=f"parse: {parsing}"))
 
 
-def test_secrets_of_sinks_are_not_shown() -> None:
+def test_secrets_of_sinks_are_masked() -> None:
     config = loads(
         actions(
             "{name: a, queue: disk, output: {type: spark, format: jdbc, "
@@ -320,10 +322,10 @@ def test_secrets_of_sinks_are_not_shown() -> None:
     assert '"dbtable": "rows"' in json.dumps(get_visible_settings(config))
 
 
-# ── what is found later ──────────────────────────────────────────────────────────────────────────
+# ── issues found later ───────────────────────────────────────────────────────────────────────────
 
 
-def test_what_spark_finds_wrong_has_its_place() -> None:
+def test_issue_that_spark_finds_has_its_position() -> None:
     config = loads(actions("name: a\n    filter: severty < 3\n    " + FILE), "c.yaml")
     placed = config.locate(ConfigError("actions[0].filter", "no such column"))
     assert str(placed) == "c.yaml:4:13: actions[0].filter: no such column"
@@ -332,14 +334,14 @@ def test_what_spark_finds_wrong_has_its_place() -> None:
     assert str(nowhere) == "c.yaml:1:1: parse: wrong"
 
 
-def test_settings_without_a_file_have_no_place() -> None:
+def test_issue_of_settings_without_a_file_has_no_position() -> None:
     config = Config.model_validate({"node": {"data": "d"}})
     error = ConfigError("parse", "wrong")
     assert config.locate(error) is error
 
 
 @pytest.mark.parametrize("path", [(), ("a",), ("actions", 1, "filter"), ("x", 0, 1)])
-def test_a_format_path_path_can_be_taken_apart(path: tuple[str | int, ...]) -> None:
+def test_formatted_path_is_parsed_to_the_same_path(path: tuple[str | int, ...]) -> None:
     assert parse_path(format_path(path)) == path
 
 
@@ -375,11 +377,11 @@ def test_cases_are_read_from_the_configuration_or_a_file(tmp_path: Path) -> None
         ("severity: 3,", "severity: 9,", "tests[0].events[1].severity: must be at most 7, not 9"),
     ],
 )
-def test_wrong_cases_are_told_with_their_place(
+def test_invalid_cases_are_refused_with_their_positions(
     tmp_path: Path, old: str, new: str, fault: str
 ) -> None:
     broken = CASES.replace(old, new)
-    assert any(fault in each for each in faults_of(with_cases(broken)))
+    assert any(fault in each for each in load_with_issues(with_cases(broken)))
     file = tmp_path / "cases.yaml"
     file.write_text(broken)
     with pytest.raises(ConfigFileError) as caught:
@@ -388,9 +390,11 @@ def test_wrong_cases_are_told_with_their_place(
     assert fault in str(caught.value)
 
 
-def test_nothing_is_expected_of_what_is_discarded() -> None:
+def test_case_for_a_discarding_action_is_refused() -> None:
     discards = actions("{name: a, output: {type: discard}}", more=CASES)
-    assert "tests[0].expect.a: this action discards its events" in "".join(faults_of(discards))
+    assert "tests[0].expect.a: this action discards its events" in "".join(
+        load_with_issues(discards)
+    )
 
 
 # ── schema, example, commands ────────────────────────────────────────────────────────────────────
@@ -402,7 +406,7 @@ def pipeline_page() -> list[str]:
 
 
 @pytest.mark.parametrize("text", [read_example(), *pipeline_page(), with_cases()])
-def test_the_schema_accepts_what_the_loader_accepts(text: str) -> None:
+def test_schema_accepts_valid_configurations(text: str) -> None:
     check = jsonschema_rs.validator_for(json.loads(config_schema.text()))
     values = parse(text, "example.yaml", {}).data
     assert [error.message for error in check.iter_errors(values)] == []
@@ -419,13 +423,13 @@ def test_the_schema_accepts_what_the_loader_accepts(text: str) -> None:
         {"lane": {"max_events": "many"}},
     ],
 )
-def test_the_schema_refuses_what_the_loader_refuses(broken: dict[str, Any]) -> None:
+def test_schema_refuses_invalid_configurations(broken: dict[str, Any]) -> None:
     check = jsonschema_rs.validator_for(json.loads(config_schema.text()))
     assert check.is_valid({"node": {"data": "d"}})
     assert not check.is_valid({"node": {"data": "d"}, **broken})
 
 
-def test_the_example_is_written_once_and_is_valid(tmp_path: Path) -> None:
+def test_init_writes_a_valid_example_and_never_replaces_a_file(tmp_path: Path) -> None:
     file = tmp_path / "turnlane.yaml"
     made = CliRunner().invoke(app, ["init", str(file)])
     assert made.exit_code == 0, made.output
@@ -442,7 +446,7 @@ def test_the_example_is_written_once_and_is_valid(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "pipeline", "test", "graph"])
-def test_a_node_without_actions_is_no_pipeline(command: str, tmp_path: Path) -> None:
+def test_run_without_actions_is_refused(command: str, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("node: {data: d}\n")
     said = CliRunner().invoke(app, [command, str(file)])
@@ -450,7 +454,7 @@ def test_a_node_without_actions_is_no_pipeline(command: str, tmp_path: Path) -> 
     assert f"{file}:1:1: actions: there are none" in said.stderr
 
 
-def test_a_pipeline_needs_a_token_where_the_node_wants_one(tmp_path: Path) -> None:
+def test_run_without_a_token_for_a_node_with_tokens_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     tokens = "node: {data: d, tokens: [{name: t, secret: hush-hush, rights: {'*': [read]}}]}\n"
     file.write_text(actions(f"{{name: a, {FILE}}}").replace("node: {data: d}\n", tokens))
@@ -472,10 +476,8 @@ def test_a_pipeline_needs_a_token_where_the_node_wants_one(tmp_path: Path) -> No
         ("tls_key: c.key", "4:18: nodes.tls_key: and tls_cert belong together: give both or"),
     ],
 )
-def test_nodes_that_cannot_be_reached_so_are_refused_with_their_place(
-    nodes: str, fault: str
-) -> None:
-    said = only_fault_of(actions(f"{{name: a, {FILE}}}", more=f"nodes: {{{nodes}}}\n"))
+def test_invalid_nodes_section_is_refused_with_its_position(nodes: str, fault: str) -> None:
+    said = load_with_one_issue(actions(f"{{name: a, {FILE}}}", more=f"nodes: {{{nodes}}}\n"))
     assert said.startswith(f"c.yaml:{fault}")
 
 
@@ -487,7 +489,7 @@ def test_nodes_that_cannot_be_reached_so_are_refused_with_their_place(
         ("token_file: none", "4:21: nodes.token_file: cannot be read: "),
     ],
 )
-def test_a_token_that_is_not_there_is_told_before_anything_is_started(
+def test_missing_token_is_reported_before_spark_starts(
     command: str, nodes: str, fault: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "c.yaml"
@@ -498,14 +500,14 @@ def test_a_token_that_is_not_there_is_told_before_anything_is_started(
     assert said.stderr.count("\n") == 1
 
 
-def test_a_node_needs_no_token_of_the_pipeline_that_reads_from_it() -> None:
+def test_serve_needs_no_token_of_the_pipeline() -> None:
     """It may run elsewhere, with the same file."""
     text = actions(f"{{name: a, {FILE}}}", more="nodes: {token_env: NOT_SET}\n")
     assert not check(loads(text)).has_tokens
 
 
 @pytest.mark.parametrize("given", ["option", "variable"])
-def test_nodes_that_are_none_are_told_before_spark_is_started(
+def test_invalid_endpoint_is_reported_before_spark_starts(
     given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "c.yaml"
@@ -518,7 +520,7 @@ def test_nodes_that_are_none_are_told_before_spark_is_started(
     assert said.stderr.startswith("turnlane: url: 'http://nope' is not the URL of a node; write")
 
 
-def test_what_lanes_find_wrong_with_their_nodes_is_told_by_its_name_in_the_file() -> None:
+def test_error_in_an_option_names_the_setting_of_the_file() -> None:
     """Spark's options have other names."""
     text = actions(f"{{name: a, {FILE}}}", more="nodes: {token_file: gone}\n")
     error = convert_option_error(ConfigError("tokenFile", "gone: no such file"))
@@ -529,7 +531,9 @@ def test_what_lanes_find_wrong_with_their_nodes_is_told_by_its_name_in_the_file(
     )
 
 
-def test_a_missing_java_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_java_is_reported_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("pyspark.sql")
     file = tmp_path / "c.yaml"
     file.write_text(actions(f"{{name: a, {FILE}}}"))
@@ -540,7 +544,9 @@ def test_a_missing_java_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.Mo
     assert "Spark needs Java 17" in said.stderr
 
 
-def test_a_missing_spark_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_spark_is_reported_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(actions(f"{{name: a, {FILE}}}"))
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
@@ -552,28 +558,28 @@ def test_a_missing_spark_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.M
 # ── names and places ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_no_action_is_called_as_the_second_output_of_another_is() -> None:
+def test_action_with_the_name_of_a_second_output_is_refused() -> None:
     """They would have one breaker."""
-    fault = only_fault_of(actions(f"{{name: a, {FILE}}}", f"{{name: a.failover, {FILE}}}"))
+    fault = load_with_one_issue(actions(f"{{name: a, {FILE}}}", f"{{name: a.failover, {FILE}}}"))
     assert fault.endswith(
         "actions[1].name: the second output of another action has this name; choose another one"
     )
 
 
 @pytest.mark.parametrize("more", ["", "parse: {format: json, on_error: dead}\n"])
-def test_no_action_is_called_as_the_dead_letters_of_parsing_are(more: str) -> None:
-    fault = only_fault_of(actions(f"{{name: main.dead, queue: disk, {FILE}}}", more=more))
+def test_action_with_the_name_of_dead_letters_is_refused(more: str) -> None:
+    fault = load_with_one_issue(actions(f"{{name: main.dead, queue: disk, {FILE}}}", more=more))
     assert (
         fault
         == "c.yaml:3:12: actions[0].name: a queue of dead letters has this name; choose another one"
     )
 
 
-def test_checkpoints_are_in_a_directory() -> None:
+def test_checkpoints_that_are_not_a_directory_are_refused() -> None:
     def text(place: str) -> str:
         return actions(f"{{name: a, {FILE}}}", more=f"spark: {{checkpoints: '{place}'}}\n")
 
     assert loads(text("file:///shared/c")).checkpoints() == Path("/shared/c")
     assert loads(text("/shared/c")).checkpoints() == Path("/shared/c")
-    fault = only_fault_of(text("hdfs://nn:9000/c"))
+    fault = load_with_one_issue(text("hdfs://nn:9000/c"))
     assert "4:22: spark.checkpoints: is a directory that every machine has, " in fault

@@ -1,4 +1,4 @@
-"""Are inputs and outputs found by module and class, and is it said what is wrong with others?"""
+"""Inputs and outputs are found by module and class; others are refused with the reason."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_every_knob_is_in_the_tests() -> None:
     ("knob", "written", "read"),
     [(knob, *pair) for knob, (right, _) in KNOBS.items() for pair in right],
 )
-def test_a_right_value_is_read(knob: str, written: Any, read: Any) -> None:
+def test_valid_value_is_read(knob: str, written: Any, read: Any) -> None:
     settings = QueueSettings.of(**{**knobs_for(knob), knob: written})
     assert getattr(settings, knob) == read
     assert type(getattr(settings, knob)) is type(read)
@@ -100,7 +100,7 @@ def test_a_right_value_is_read(knob: str, written: Any, read: Any) -> None:
 @pytest.mark.parametrize(
     ("knob", "written"), [(knob, value) for knob, (_, wrong) in KNOBS.items() for value in wrong]
 )
-def test_a_wrong_value_is_refused_by_name(knob: str, written: Any) -> None:
+def test_invalid_value_is_refused_by_name(knob: str, written: Any) -> None:
     error = refused(**{**knobs_for(knob), knob: written})
     assert error.knob == knob
     assert str(error).startswith(f"{knob}: ")
@@ -116,7 +116,7 @@ def test_a_wrong_value_is_refused_by_name(knob: str, written: Any) -> None:
         if kind not in QueueSettings.kinds_of(knob)
     ],
 )
-def test_a_knob_of_another_kind_is_refused_by_name(knob: str, kind: Kind) -> None:
+def test_knob_of_another_kind_is_refused_by_name(knob: str, kind: Kind) -> None:
     ((written, _), *_), _ = KNOBS[knob]
     path = {"path": "/orders"} if kind in ON_DISK else {}
     error = refused(**{**path, "kind": kind, knob: written})
@@ -143,11 +143,11 @@ def test_bounds_by_kind(kind: Kind, size: int | None, max_bytes: int | None) -> 
     assert settings.max_event_bytes == 64 * MEBI
 
 
-def test_without_knobs_it_is_a_memory_queue() -> None:
+def test_queue_without_knobs_is_in_memory() -> None:
     assert QueueSettings.of().kind is Kind.MEMORY
 
 
-def test_a_proxys_size_follows_from_its_batches() -> None:
+def test_size_of_a_proxy_follows_from_its_batches() -> None:
     assert QueueSettings.of(kind="proxy", batches=3, batch_size=7).size == 21
 
 
@@ -176,7 +176,7 @@ def test_worker_minimum_is_a_workers_share_of_the_size() -> None:
     "knob",
     sorted(QueueSettings.model_fields.keys() - {"path", "full_delay_mark", "light_delay_mark"}),
 )
-def test_null_is_the_same_as_leaving_a_knob_out(knob: str) -> None:
+def test_null_has_the_default(knob: str) -> None:
     for kind in Kind:
         knobs = {"kind": kind, "path": "/orders" if kind in ON_DISK else None}
         if knob == "kind":
@@ -228,7 +228,7 @@ def test_default_marks_of_a_queue_without_size_are_off() -> None:
 
 
 @pytest.mark.parametrize("knob", ["discard_mark", "full_delay_mark", "light_delay_mark"])
-def test_a_percentage_without_a_size_is_refused_by_name(knob: str) -> None:
+def test_percentage_without_a_size_is_refused_by_name(knob: str) -> None:
     needed = {"discard_severity": 3} if knob == "discard_mark" else {}
     error = refused(kind="disk", path="/orders", **needed, **{knob: "80%"})
     assert error.knob == knob
@@ -284,7 +284,7 @@ def test_default_marks_fit_into_any_size(size: int) -> None:
         ),
     ],
 )
-def test_a_contradiction_is_refused_by_name(knob: str, knobs: dict[str, Any]) -> None:
+def test_contradiction_is_refused_by_name(knob: str, knobs: dict[str, Any]) -> None:
     assert refused(**knobs).knob == knob
 
 
@@ -305,18 +305,18 @@ def test_watermarks_out_of_order_are_refused_by_name(knob: str, knobs: dict[str,
 # Errors
 
 
-def test_an_unknown_knob_is_answered_with_a_guess() -> None:
+def test_unknown_knob_gets_a_suggestion() -> None:
     error = refused(dequeue_batchsize=10)
     assert str(error) == (
         "dequeue_batchsize: there is no such knob; did you mean dequeue_batch_size?"
     )
 
 
-def test_an_unknown_knob_without_a_similar_name_gets_no_guess() -> None:
+def test_unknown_knob_without_a_similar_name_gets_no_suggestion() -> None:
     assert str(refused(zzz=None)) == "zzz: there is no such knob"
 
 
-def test_a_misspelt_choice_is_answered_with_the_choices_and_a_guess() -> None:
+def test_misspelt_choice_gets_the_choices_and_a_suggestion() -> None:
     assert str(refused(kind="memmory")) == (
         "kind: must be one of direct, memory, disk, disk_assisted, proxy, not 'memmory'; "
         "did you mean memory?"
@@ -326,7 +326,7 @@ def test_a_misspelt_choice_is_answered_with_the_choices_and_a_guess() -> None:
     )
 
 
-def test_all_problems_are_listed_a_line_each() -> None:
+def test_all_issues_are_listed_one_per_line() -> None:
     error = refused(size=0, workers="x", kin="disk")
     assert error.knob == "size"
     assert str(error).splitlines() == [
@@ -336,7 +336,7 @@ def test_all_problems_are_listed_a_line_each() -> None:
     ]
 
 
-def test_all_contradictions_are_listed_a_line_each() -> None:
+def test_all_contradictions_are_listed_one_per_line() -> None:
     error = refused(size=10, minimum_batch_size=11, discard_mark=12, discard_severity=1)
     assert [line.partition(":")[0] for line in str(error).splitlines()] == [
         "minimum_batch_size",
@@ -344,11 +344,11 @@ def test_all_contradictions_are_listed_a_line_each() -> None:
     ]
 
 
-def test_a_long_wrong_value_is_cut() -> None:
+def test_long_invalid_value_is_cut() -> None:
     assert len(str(refused(workers="x" * 10_000))) < 200
 
 
-def test_the_constructor_raises_our_error_too() -> None:
+def test_constructor_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="size"):
         QueueSettings(size=0)
 
@@ -361,9 +361,7 @@ class Action(BaseModel):
     ("queue", "knob"),
     [({"size": 0}, "queue.size"), ({"kind": "disk"}, "queue.path"), ({"sise": 1}, "queue.sise")],
 )
-def test_within_a_larger_model_the_knob_is_named_by_its_place(
-    queue: dict[str, Any], knob: str
-) -> None:
+def test_knob_inside_a_larger_model_is_named_by_its_path(queue: dict[str, Any], knob: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Action.model_validate({"queue": queue})
     assert convert_validation_error(caught.value).knob == knob
@@ -405,7 +403,7 @@ def test_settings_survive_json() -> None:
     assert QueueSettings.model_validate_json(text) == settings
 
 
-def test_the_json_schema_describes_every_knob() -> None:
+def test_json_schema_describes_every_knob() -> None:
     properties = QueueSettings.model_json_schema()["properties"]
     assert list(properties) == list(QueueSettings.model_fields)
     assert all(knob["description"] and knob["examples"] for knob in properties.values())

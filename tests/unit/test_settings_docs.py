@@ -16,7 +16,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_table_in_the_docs_equals_the_settings() -> None:
+def test_table_in_the_docs_equals_the_settings() -> None:
     page = PAGE.read_text()
     assert page == with_table(page), "run: python -m scripts.knob_table"
 
@@ -26,7 +26,7 @@ def test_every_kind_has_a_section(kind: Kind) -> None:
     assert f"\n### {kind}\n" in PAGE.read_text()
 
 
-def test_the_page_names_only_knobs_that_exist() -> None:
+def test_docs_page_names_only_existing_knobs() -> None:
     text, _, _ = PAGE.read_text().partition("## Mistakes")
     written = set(re.findall(r"`(\w+): ", text)) | set(re.findall(r"(?m)^(\w+): ", text))
     assert written
