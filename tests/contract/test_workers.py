@@ -452,7 +452,8 @@ def test_a_draining_close_lets_workers_finish(keeping: Harness) -> None:
 def test_a_draining_close_ends_in_time(keeping: Harness) -> None:
     """A close waits at most ``shutdown_timeout`` for a consumer that always fails."""
     queue = _open(keeping, shutdown_timeout="30ms")
-    pool = Pool(queue, Recorder(_failing(10**9, ValueError("never"))), longest=3600.0)
+    failing = _failing(10**9, RetryLater("never", after=3600.0))  # one attempt, then a long pause
+    pool = Pool(queue, Recorder(failing), longest=3600.0)
     _publish(queue, 0, 5)
     wait_until(lambda: bool(pool.pauses), "a failure")
     pool.close(drain=True)
