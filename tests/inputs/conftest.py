@@ -1,4 +1,4 @@
-"""What tests of inputs start from: a real node with a disk queue of its own."""
+"""Fixtures for tests of inputs: real nodes with disk queues."""
 
 from __future__ import annotations
 

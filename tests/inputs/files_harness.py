@@ -1,4 +1,4 @@
-"""A files input over a queue of its own, and what it has brought there."""
+"""A files input with a queue of its own, and the lines in that queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICK = {"scan_interval": 0.02, "rotate_wait": 0.1}
 
 @dataclass
 class Home:
-    """What a node is to its inputs."""
+    """The part of a node that an input uses."""
 
     data: Path
     only: BufferedQueue
@@ -37,7 +37,7 @@ class Following:
     queue: BufferedQueue
 
     def rows(self) -> list[tuple[str, bytes]]:
-        """Source and value of all that is in the queue, in order."""
+        """Return source and value of all events in the queue, in order."""
         rows: list[tuple[str, bytes]] = []
         at = self.queue.low
         while (found := self.queue.read(at, 10_000)) is not None:
@@ -52,14 +52,14 @@ class Following:
         return [value for source, value in self.rows() if path is None or source == str(path)]
 
     def await_lines(self, count: int) -> list[bytes]:
-        """All lines, once there are so many; and there are no more."""
+        """Wait for ``count`` lines, check that there are no more, and return them."""
         wait_until(lambda: self.queue.end >= count)
         lines = self.lines()
         assert len(lines) == count
         return lines
 
     def await_rounds(self, rounds: int = 3) -> None:
-        """Let the input look again, so many times, at everything."""
+        """Wait until the input has scanned more than ``rounds`` times."""
         scans: list[int] = []
         scan = self.input._tracker.scan
 
@@ -78,7 +78,7 @@ def settings(*paths: Path | str, **knobs: Any) -> FilesSettings:
 
 @contextmanager
 def opened(data: Path, disk: Disk | None = None, **knobs: Any) -> Iterator[BufferedQueue]:
-    """The queue of a data directory."""
+    """Open the queue of a data directory."""
     place = {} if knobs.get("kind") == "memory" else {"path": data / "q"}
     queue = open_queue(**{"kind": "disk", "name": "q", **place, **knobs}, disk=disk)
     assert isinstance(queue, BufferedQueue)
@@ -96,7 +96,7 @@ def following(
     disk: Disk | None = None,
     **knobs: Any,
 ) -> Iterator[Following]:
-    """An input that follows the paths into a queue, a disk queue of its own if none is given."""
+    """Run an input that follows the paths; without ``queue`` it gets a disk queue."""
     if queue is None:
         with (
             opened(data, sync_interval=0.01) as own,
@@ -109,7 +109,7 @@ def following(
     try:
         yield Following(running_input, queue)
     finally:
-        # Acks of what is in memory come when somebody reads: nobody does.
+        # A memory queue acks when a consumer settles events; here there is no consumer.
         running_input.stop(5.0 if queue.settings.kind.value == "disk" else 0.0)
 
 

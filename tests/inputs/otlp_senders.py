@@ -1,4 +1,4 @@
-"""Telemetry for the tests of the OTLP inputs: by OpenTelemetry's own SDK, and made by hand."""
+"""Telemetry for the tests of the OTLP inputs: from OpenTelemetry's SDK, and made by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REQUESTS: dict[str, Any] = {
 
 
 def log_records(*bodies: str) -> list[ReadableLogRecord]:
-    """What the SDK makes of these messages, all of them errors."""
+    """Return the SDK's log records of these messages, all with severity error."""
     kept: Any = InMemoryLogRecordExporter()  # type: ignore[no-untyped-call]
     provider = LoggerProvider(resource=SHOP)
     provider.add_log_record_processor(SimpleLogRecordProcessor(kept))
@@ -44,7 +44,7 @@ def log_records(*bodies: str) -> list[ReadableLogRecord]:
 
 
 def measurements() -> MetricsData:
-    """A counter with two data points, and a gauge."""
+    """Return a counter with two data points, and a gauge."""
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader], SHOP)
     meter = provider.get_meter("orders")
@@ -59,7 +59,7 @@ def measurements() -> MetricsData:
 
 
 def spans() -> list[ReadableSpan]:
-    """An inner and an outer span."""
+    """Return an inner and an outer span."""
     kept = InMemorySpanExporter()
     provider = TracerProvider(resource=SHOP)
     provider.add_span_processor(SimpleSpanProcessor(kept))
@@ -72,7 +72,7 @@ def spans() -> list[ReadableSpan]:
 
 @contextmanager
 def closing(exporter: Any) -> Iterator[Any]:
-    """An exporter, shut down at the end."""
+    """Yield an exporter, and shut it down at the end."""
     try:
         yield exporter
     finally:
@@ -80,13 +80,13 @@ def closing(exporter: Any) -> Iterator[Any]:
 
 
 def request_of(event: Event) -> Any:
-    """The export request that an event holds."""
+    """Return the export request in an event."""
     assert event.headers is not None
     return REQUESTS[event.headers["signal"]].FromString(event.value)
 
 
 def record_of(event: Event) -> Any:
-    """The one record in an event; its resource and scope are as they were sent."""
+    """Return the one record of an event; check that its resource and scope are unchanged."""
     [resource] = list(next(value for _, value in request_of(event).ListFields()))
     [name] = [each.value.string_value for each in resource.resource.attributes]
     assert name == "shop"
@@ -97,7 +97,7 @@ def record_of(event: Event) -> Any:
 
 
 def logs_request(*bodies: str) -> ExportLogsServiceRequest:
-    """A request made by hand."""
+    """Return a request made by hand."""
     request = ExportLogsServiceRequest()
     scope = request.resource_logs.add().scope_logs.add()
     for body in bodies:

@@ -24,7 +24,7 @@ ANYWHERE = "127.0.0.1:0"
 
 @contextmanager
 def listening(host: Node, **knobs: Any) -> Iterator[SyslogInput]:
-    """A syslog input that listens; stopped properly at the end."""
+    """Run a syslog input, and stop it at the end."""
     knobs = {"queue": "main", **knobs}
     with SyslogInput(SyslogSettings.model_validate(knobs), host) as found:
         found.start()
@@ -41,7 +41,7 @@ def connected(source: SyslogInput) -> socket.socket:
 
 
 def send(source: SyslogInput, *messages: bytes) -> None:
-    """Send over a connection of its own and close it."""
+    """Send over a new connection and close it."""
     with connected(source) as client:
         client.sendall(b"".join(messages))
 
@@ -60,7 +60,7 @@ def events_in(queue: BufferedQueue) -> list[Event]:
 
 
 def arrived(queue: BufferedQueue, count: int) -> list[Event]:
-    """What is in the queue once there is so much; and there is no more."""
+    """Wait for ``count`` values, check that there are no more, and return them."""
     wait_until(lambda: queue.end >= count, f"{count} events in the queue")
     found = events_in(queue)
     assert len(found) == count
@@ -72,7 +72,7 @@ def values_in(queue: BufferedQueue, count: int) -> list[bytes | None]:
 
 
 def program(name: str) -> str:
-    """Where a program is; tests that need it are skipped here without it, and fail in CI."""
+    """Return the path of a program. Without it, the test is skipped here and fails in CI."""
     found = shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin")
     if found is None:
         skip_or_fail(f"{name} is not installed")
@@ -86,7 +86,7 @@ def logger(*arguments: object) -> None:
 
 @contextmanager
 def rsyslogd(place: Path, config: str) -> Iterator[None]:
-    """A real rsyslogd, once it is up; what it says is in a file beside its configuration."""
+    """Run a real rsyslogd; its output is in a file beside its configuration."""
     (place / "rsyslog.conf").write_text(config)
     with (place / "said").open("wb") as said:
         daemon = subprocess.Popen(
@@ -104,7 +104,7 @@ def rsyslogd(place: Path, config: str) -> Iterator[None]:
 
 @contextmanager
 def rsyslogd_sending(place: Path, action: str, settings: str = "") -> Iterator[Path]:
-    """One that does ``action`` with whatever is sent to the unix socket it yields."""
+    """Run an rsyslogd that applies ``action`` to messages of the unix socket that is yielded."""
     place.mkdir()
     door = place / "log"
     config = f"""
@@ -128,14 +128,14 @@ def say(door: Path, *messages: bytes) -> None:
 
 
 def secured(certificates: Certificates, *, mutual: bool) -> dict[str, Any]:
-    """The ``tls`` knob."""
+    """Return the ``tls`` setting."""
     return {"listen": ANYWHERE, **certificates.server_knob(mutual=mutual)}
 
 
 def securely_connected(
     source: SyslogInput, certificates: Certificates, identity: CertAndKey | None = None
 ) -> ssl.SSLSocket:
-    """A client's TLS connection, with a certificate of its own or without."""
+    """Open a TLS connection, with or without a client certificate."""
     context = certificates.client_context(identity)
     plain = socket.create_connection(("127.0.0.1", port(source, "tls")), timeout=20)
     try:

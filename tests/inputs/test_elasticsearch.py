@@ -64,7 +64,7 @@ def is_taken(client: Elasticsearch) -> bool:
 
 
 def bulk(url: str, *lines: object, **knobs: Any) -> dict[str, Any]:
-    """Send a bulk request as it is; lines that are no bytes are written as JSON."""
+    """Send a bulk request; lines that are not bytes are encoded as JSON."""
     body = b"".join(
         (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines
     )
@@ -177,7 +177,7 @@ def test_bulk_document_that_is_not_json_fails_alone(url: str, node: Node) -> Non
     assert (answer["errors"], statuses(answer)) == (True, [201, 400, 400, 201, 400])
     assert "not JSON" in answer["items"][1]["index"]["error"]["reason"]
     assert values(node) == [b'{"n": 1}', b'{"n": 2}']
-    # An id that was made up is the one the event has.
+    # The event has the generated id.
     assert held(node)[1].key == answer["items"][3]["index"]["_id"]
 
 
@@ -241,7 +241,7 @@ def test_helper_retries_refused_items(tmp_path: Path) -> None:
     seen: list[str | None] = []
     with (
         node_of(tmp_path, size=20) as node,
-        # Accepted: then nothing that is in the queue is refused, however slow the disk.
+        # With `accepted`, no event in the queue is refused, even with a slow disk.
         serving("elasticsearch", node, timeout="100ms", ack="accepted") as found,
         client_of(f"http://{found.address}", max_retries=50) as client,
     ):
@@ -251,7 +251,7 @@ def test_helper_retries_refused_items(tmp_path: Path) -> None:
             while not (stopped.is_set() and not node.queue("main").stats().ledger.pending):
                 with contextlib.suppress(QueueEmpty), node.queue("main").get(5, 0.01) as batch:
                     seen.extend(event.key for event in batch)
-                stopped.wait(0.02)  # slower than documents come
+                stopped.wait(0.02)  # slower than the documents arrive
 
         consuming = threading.Thread(target=consume)
         consuming.start()

@@ -1,4 +1,4 @@
-"""Does every input that asks for tokens refuse those that have expired, and only those?"""
+"""Expired tokens are refused by every input with tokens; valid ones are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to lines when the disk, the queue or a file gives trouble? None is lost."""
+"""No line is lost when the disk, the queue or a file fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_full_disk_delays_lines_and_loses_none(tmp_path: Path) -> None:
 def test_new_file_is_not_published_before_its_id_is_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Otherwise a kill could make it a new file again, although the queue has it."""
+    """Otherwise a kill could make it a new file again, although the queue has its lines."""
     data, disk = tmp_path / "data", FaultyDisk()
     old, new = tmp_path / "old.log", tmp_path / "new.log"
     old.write_bytes(b"one\n")
@@ -62,7 +62,7 @@ def test_unreadable_file_does_not_affect_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, good = tmp_path / "bad.log", tmp_path / "good.log"
-    bad.symlink_to("/proc/self/mem")  # its first byte cannot be read by anybody
+    bad.symlink_to("/proc/self/mem")  # no process can read its first byte
     good.write_bytes(b"one\n")
     with following(tmp_path / "data", tmp_path / "*.log") as running:
         running.await_lines(1)
@@ -78,7 +78,7 @@ def test_unreadable_file_does_not_affect_others(
 def test_symlink_loop_does_not_affect_other_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such as a link to itself, which cannot even be looked at."""
+    """A link to itself cannot be opened, and not even examined."""
     (tmp_path / "loop.log").symlink_to("loop.log")
     good = tmp_path / "other.log"
     good.write_bytes(b"one\n")
@@ -163,7 +163,7 @@ def test_lines_lost_by_the_queue_are_read_again(tmp_path: Path) -> None:
         acked, end = reader.progress.offset, running.queue.end
         append(log, numbered(10, 15))
         running.await_lines(15)
-        # As if the disk had lost them after a failed sync: the last five were never acked.
+        # Simulate a loss after a failed sync: the last five lines were never acked.
         again = AckProgress(acked, reader.progress.before)
         again.handle_ack(lost(5, end + 5), drops_are_losses=True)
         reader.progress = again
@@ -174,7 +174,7 @@ def test_loss_stops_the_acked_position() -> None:
     progress = AckProgress()
     mark = progress.before
     progress.add_published(10, 100, mark)
-    progress.add_published(None, 120, mark)  # all dropped by policy: no ack of its own
+    progress.add_published(None, 120, mark)  # all dropped by policy: no ack comes
     progress.add_published(20, 200, mark)
     progress.handle_ack(
         Ack(10, 0, 10, AckLevel.PERSISTED, Durability.ALWAYS), drops_are_losses=True

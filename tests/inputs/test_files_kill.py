@@ -1,4 +1,4 @@
-"""Is anything read twice or skipped when the reader is killed, at whatever moment?"""
+"""A reader that is killed at any moment repeats no line and skips none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEED = 20_261_116
 
 @dataclass
 class Writer:
-    """Writes numbered lines to three files, in odd pieces, and rotates them."""
+    """Writes numbered lines to three files, in random pieces, and rotates them."""
 
     directory: Path
     random: random.Random
@@ -66,7 +66,7 @@ class Writer:
 
 @dataclass
 class Loop:
-    """Lives of a reader, each killed."""
+    """Starts and kills a reader again and again."""
 
     nursery: ForkServerContext
     data: Path
@@ -83,7 +83,7 @@ class Loop:
         its.close()
         try:
             mine.poll(20)
-            # A plan that does not come true ends by being killed from here.
+            # Kill it from here if it does not reach the planned operation.
             victim.join(self.random.uniform(0.0, 0.15) + (0.3 if at[1] else 0.0))
         finally:
             victim.kill()
@@ -92,7 +92,7 @@ class Loop:
         assert victim.exitcode == -signal.SIGKILL, "it died of something else"
 
     def _moment(self) -> tuple[str, int, str]:
-        """An operation at which to die: of the log, of its journal, or of the positions file."""
+        """Choose the operation to be killed at: of the log, its journal, or the positions file."""
         operation = self.random.choice(["", "", "write", "sync", "rename", "truncate"])
         match = "files.json" if operation == "rename" else self.random.choice(["", "files.json"])
         return operation or "write", self.random.randrange(1, 12) if operation else 0, match
@@ -117,7 +117,7 @@ def test_killed_reader_publishes_every_line_exactly_once_in_order(
         lines = running.await_lines(len(writer.lines()))
         running.await_rounds()
         assert running.queue.end == len(lines), "and no more come"
-    # Order is kept within a file: within one generation of a name, that is.
+    # Order is kept within one generation of a file.
     assert sorted(lines, key=identity) == writer.lines()
     assert all(in_order(logs, lines))
 

@@ -1,5 +1,6 @@
-"""Do files that are written, rotated, truncated and deleted, and an input that is restarted and
-killed in between, ever disagree with a model that only counts lines?
+"""Compare the input with a model that only counts lines.
+
+Files are written, rotated, truncated and deleted, and the input is restarted and killed in between.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ NAMES = st.sampled_from(["a", "b"])
 
 @dataclass
 class Generation:
-    """What one file holds, from its making or its last truncation on."""
+    """The content of a file since its creation or its last truncation."""
 
     lines: list[bytes] = field(default_factory=list)
     partial: bytes = b""
 
 
 class Files(RuleBasedStateMachine):
-    """The model: every generation's whole lines are in the queue, in order and once."""
+    """The model: all complete lines of every generation are in the queue, in order and once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Files(RuleBasedStateMachine):
     def path(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 
-    # ── what happens to files ────────────────────────────────────────────────────────────────────
+    # ── changes of files ────────────────────────────────────────────────────────────────────
 
     @rule(name=NAMES, lines=st.integers(0, 30), partial=st.booleans())
     def append(self, name: str, lines: int, partial: bool) -> None:
@@ -105,11 +106,11 @@ class Files(RuleBasedStateMachine):
             inode = self.path(name).stat().st_ino
             held = any(reader.key.inode == inode for reader in self.input._open)
             self.path(name).unlink()
-            if held and generation.partial:  # nothing more will come
+            if held and generation.partial:  # the partial line is complete now
                 generation.lines.append(generation.partial)
             self.look()
 
-    # ── what happens to the input ────────────────────────────────────────────────────────────────
+    # ── changes of the input ────────────────────────────────────────────────────────────────
 
     @rule()
     def look(self) -> None:
@@ -119,7 +120,7 @@ class Files(RuleBasedStateMachine):
 
     @rule(lose=st.booleans())
     def kill(self, lose: bool) -> None:
-        """Nothing is saved that was not saved before; the positions file may be lost, too."""
+        """Kill the input: it saves nothing, and it may also lose the positions file."""
         for reader in list(self.input._open):
             reader.close()
         if lose:
@@ -131,7 +132,7 @@ class Files(RuleBasedStateMachine):
         self.input._finish()
         self.begin()
 
-    # ── what has to hold ─────────────────────────────────────────────────────────────────────────
+    # ── invariants ─────────────────────────────────────────────────────────────────────────
 
     @invariant()
     def nothing_is_twice_or_out_of_order(self) -> None:

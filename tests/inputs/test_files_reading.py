@@ -1,4 +1,4 @@
-"""What comes out of files that only grow: which lines, of which files, in which pieces?"""
+"""Files that only grow: which lines of which files are published, in which pieces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from turnlane.inputs.files import input as files_input
 
 
 def plainly_cut(data: bytes, longest: int, *, whole: bool) -> tuple[list[bytes], int]:
-    """What ``cut`` does, said line by line; and how many bytes that uses up."""
+    """Split line by line as ``split_lines`` does; return the lines and the used bytes."""
     lines, used = [], 0
     for line in data.splitlines(keepends=True) if b"\r" not in data else _split(data):
         body = line.removesuffix(b"\n")
@@ -114,7 +114,7 @@ def test_partial_line_is_published_after_partial_timeout(tmp_path: Path) -> None
     log.write_bytes(b"one\ntw")
     with following(tmp_path / "data", log, partial_timeout=0.1) as running:
         assert running.await_lines(2) == [b"one", b"tw"]
-        append(log, b"\nthree\n")  # the newline only ends what was taken
+        append(log, b"\nthree\n")  # the newline ends the published line
         assert running.await_lines(3) == [b"one", b"tw", b"three"]
         append(log, b"four\n")
         assert running.await_lines(4)[3] == b"four"
@@ -233,7 +233,7 @@ def test_switched_symlink_leads_to_the_new_file(tmp_path: Path) -> None:
 def test_start_at_end_skips_only_old_lines_of_old_files(tmp_path: Path) -> None:
     old, new = tmp_path / "old.log", tmp_path / "new.log"
     old.write_bytes(numbered(0, 10))
-    for start, expected in ((10, 2), (11, 4)):  # the second start is not the first
+    for start, expected in ((10, 2), (11, 4)):  # `start_at` applies only to the first start
         with following(tmp_path / "data", tmp_path / "*.log", start_at="end") as running:
             append(old, numbered(start, start + 1))
             append(new, b"new\n")
@@ -277,9 +277,7 @@ def test_idle_files_are_closed_and_still_followed(tmp_path: Path) -> None:
 def test_more_files_than_the_open_limit_are_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        files_input, "_compute_max_open_files", lambda: 100
-    )  # far fewer than there are
+    monkeypatch.setattr(files_input, "_compute_max_open_files", lambda: 100)  # far fewer than files
     logs = [tmp_path / f"{number}.log" for number in range(2000)]
     for log in logs:
         log.write_bytes(b"first of " + log.name.encode() + b"\n")

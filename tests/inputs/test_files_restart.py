@@ -1,4 +1,4 @@
-"""Does reading go on exactly where it was, whatever happened to the positions file meanwhile?"""
+"""A restarted input continues exactly at its position, also without its positions file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_restarted_input_continues_at_its_position(tmp_path: Path) -> None:
 
 
 def behind(data: Path) -> None:
-    """The positions file is older than the queue."""
+    """Make the positions file older than the queue."""
 
     def change(content: dict[str, Any]) -> None:
         content["files"][0].update(offset=0, before=[0, "e4a6a0577479b2b4"])
@@ -106,7 +106,7 @@ def test_lost_positions_of_a_truncated_file_come_from_the_queue(tmp_path: Path) 
 
 
 def test_file_renamed_between_two_runs_is_read_to_its_end(tmp_path: Path) -> None:
-    """The rest of the old file is found under its new name, although that was not asked for."""
+    """The rest of the old file is found under its new name, which no glob matches."""
     log, data = tmp_path / "a.log", tmp_path / "data"
     log.write_bytes(numbered(0, 10))
     with following(data, log) as running:
@@ -138,7 +138,7 @@ def test_file_truncated_between_two_runs_is_read_from_its_start(
 
 
 def test_reused_inode_under_another_name_is_not_read(tmp_path: Path) -> None:
-    """Only the content tells that what is there under another name is not the old file."""
+    """Only the content shows that the file with the other name is not the old one."""
     log, data = tmp_path / "a.log", tmp_path / "data"
     log.write_bytes(numbered(0, 100))
     with following(data, log) as running:
@@ -195,7 +195,7 @@ def test_deleted_files_are_forgotten_after_forget_after(tmp_path: Path) -> None:
 def test_more_files_than_producers_of_the_queue_are_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the queue forgets how far a file has come, the positions file knows it."""
+    """Positions are saved before the queue forgets its least active producers."""
     for module in ("turnlane.queues.state", "turnlane.inputs.files.input"):
         monkeypatch.setattr(f"{module}.MAX_SEQUENCES", 20)
     data = tmp_path / "data"

@@ -1,4 +1,4 @@
-"""Is every line read once, in order, when files are renamed, copied, truncated and deleted?"""
+"""Every line is read once, in order, when files are renamed, copied, truncated or deleted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ for start in range(0, lines, each):
 
 
 def test_fast_writer_with_renames_loses_no_line(tmp_path: Path) -> None:
-    """Faster than anybody scans; the old names match the glob, so nothing is missed."""
+    """Renames are faster than scans; the old names match the glob, so no line is missed."""
     logs, total, each = tmp_path / "logs", 100_000, 2_000
     logs.mkdir()
     orders = [sys.executable, "-c", WRITER, str(logs), str(total), str(each)]
@@ -38,12 +38,12 @@ def test_fast_writer_with_renames_loses_no_line(tmp_path: Path) -> None:
             lines = running.await_lines(total)
         assert writer.returncode == 0
     numbers = [int(line.split()[1]) for line in lines]
-    # Each file's lines are in order; which file comes first is not said.
+    # The lines of each file are in order; the order of the files is undefined.
     assert sorted(numbers, key=lambda number: number // each) == list(range(total))
 
 
 def test_open_file_renamed_beyond_the_globs_is_read_to_its_end(tmp_path: Path) -> None:
-    """Once seen it is read to its end, though no path leads to it any more."""
+    """An open file is read to its end, although it has no path that matches."""
     log, total = tmp_path / "app.log", 0
     with following(tmp_path / "data", log) as running:
         for _ in range(20):
@@ -69,7 +69,7 @@ def test_renamed_file_is_read_until_rotate_wait_is_over(tmp_path: Path) -> None:
         running.await_lines(10)
         log.rename(old)
         log.write_bytes(numbered(100, 110))
-        append(old, numbered(10, 15) + b"no newline")  # its writer has not noticed yet
+        append(old, numbered(10, 15) + b"no newline")  # the writer has not noticed the rotation
         lines = running.await_lines(26)
         assert [line for line in lines if line not in names(100, 110)] == [
             *names(0, 15),
@@ -106,7 +106,7 @@ def test_truncated_file_is_read_from_its_start(tmp_path: Path) -> None:
 
 
 def test_refilled_file_longer_than_before_is_read_from_its_start(tmp_path: Path) -> None:
-    """Between two looks the file has become longer than it was: only its content tells."""
+    """Between two rounds the file became longer than before: only its content shows the change."""
     log = tmp_path / "a.log"
     log.write_bytes(b"same first line\n" + numbered(0, 100))
     with following(tmp_path / "data", log, scan_interval=0.2) as running:
@@ -127,7 +127,7 @@ def test_refilled_file_longer_than_before_is_read_from_its_start(tmp_path: Path)
 def test_writer_without_append_after_truncation_adds_no_line_of_zeros(
     tmp_path: Path, *, seen: bool
 ) -> None:
-    """After a truncation, without O_APPEND: the zeros in the hole are no line."""
+    """Without O_APPEND the file has a hole after a truncation: its zeros are not a line."""
     log = tmp_path / "a.log"
     with log.open("wb", buffering=0) as writer:
         writer.write(numbered(0, 20_000))
@@ -143,7 +143,7 @@ def test_writer_without_append_after_truncation_adds_no_line_of_zeros(
 
 @pytest.mark.parametrize("hole", [8192, 8199, 65_536])
 def test_hole_of_any_length_is_skipped(tmp_path: Path, hole: int) -> None:
-    """Also where a page does, so that there are no zeros that were really written."""
+    """A hole that ends with a page leaves no zeros in the data."""
     log = tmp_path / "a.log"
     with log.open("wb", buffering=0) as writer:
         writer.write(b"x" * (hole - 1) + b"\n")
@@ -155,7 +155,7 @@ def test_hole_of_any_length_is_skipped(tmp_path: Path, hole: int) -> None:
 
 
 def test_fast_copytruncate_keeps_order_and_repeats_no_line(tmp_path: Path) -> None:
-    """What is written between copy and truncation is lost by the rotation, not by the reader."""
+    """Lines written between copy and truncation are lost by the rotation, not by the reader."""
     log = tmp_path / "a.log"
     with (
         following(tmp_path / "data", log, scan_interval=0.01) as running,
@@ -166,7 +166,7 @@ def test_fast_copytruncate_keeps_order_and_repeats_no_line(tmp_path: Path) -> No
             for _ in range(50):
                 writer.write(numbered(written, written + 100))
                 written += 100
-            running.await_lines(written)  # so that nothing is lost by the rotation
+            running.await_lines(written)  # so the rotation loses nothing
             shutil.copy(log, tmp_path / "copy")
             os.truncate(log, 0)
         assert running.await_lines(written) == names(0, written)
@@ -174,7 +174,7 @@ def test_fast_copytruncate_keeps_order_and_repeats_no_line(tmp_path: Path) -> No
 
 
 def test_reused_inode_is_read_as_another_file(tmp_path: Path) -> None:
-    """The same inode, a longer file, even the same first line: the content before tells."""
+    """Inode and first line are the same: only the bytes before the position differ."""
     log = tmp_path / "a.log"
     log.write_bytes(b"head\n" + numbered(0, 50))
     with following(tmp_path / "data", log, close_inactive=0) as running:
@@ -185,7 +185,7 @@ def test_reused_inode_is_read_as_another_file(tmp_path: Path) -> None:
 
 
 def replaced_in_place(path: Path, data: bytes) -> None:
-    """What deleting a file and making another looks like when its inode is used again."""
+    """Simulate a new file with the inode of a deleted file."""
     with path.open("r+b") as file:
         file.write(data)
         file.truncate()

@@ -1,4 +1,4 @@
-"""Does every input yield as its ``flow`` says: light ones first, full ones later, others never?"""
+"""Inputs wait by their ``flow``: light ones first, full ones later, others never."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_default_flow_control_depends_on_the_input(kind: str, flow: str) -> None
 
 
 def test_udp_input_never_waits(node: Node) -> None:
-    """Whatever the other ways into the same input do."""
+    """The other transports of the same input may wait."""
     queue = node.queue("main")
     with started(SyslogInput(settings("syslog", udp=ANYWHERE, flow="full"), node)) as source:
         publish_all(queue.producer(), [b"before"] * 9)
@@ -146,25 +146,25 @@ def test_udp_input_never_waits(node: Node) -> None:
 
 
 def test_full_flow_control_waits_longer_than_light(node: Node, tmp_path: Path) -> None:
-    """A light one comes in at last, up to the bound; a full one stays out until there is room."""
+    """A light producer enters after its delay, up to the bound; a full one waits for room."""
     queue = node.queue("main")
     publish_all(queue.producer(), [b"before"] * FULL_MARK)
     with stdin(node, tmp_path, flow="full") as write:
         write(b"patient\n")
         with syslog(node, tmp_path, flow="light") as say_quickly:
             say_quickly(b"<13>hasty\n")
-            wait_until(lambda: queue.end == FULL_MARK + 1, "the light one's end of patience")
+            wait_until(lambda: queue.end == FULL_MARK + 1, "the end of the light delay")
         queue.get(timeout=20).done()
         wait_until(lambda: queue.end == FULL_MARK + 2)
 
 
 @pytest.mark.parametrize("ack", ["accepted", "persisted"])
 def test_events_of_a_full_queue_count_as_accepted_at_their_ack_level(node: Node, ack: str) -> None:
-    """A sender that is told that events were taken never sends them again."""
+    """A sender never repeats events that were answered as accepted."""
     given = settings("elasticsearch", ack=ack, listen=ANYWHERE, timeout="200ms")
     publisher = RequestPublisher(node, given)
     block = block_of([b"%d" % number for number in range(40)])
-    if ack == "persisted":  # which a memory queue's events are once they are delivered
+    if ack == "persisted":  # a memory queue acks this level when events are delivered
         with pytest.raises(AckPending):
             publisher.publish_fitting("main", block, publisher.get_deadline())
     else:

@@ -54,7 +54,7 @@ def post(url: str, body: bytes, kind: str | None = None, **headers: str) -> http
     return WEB.post(url, content=body, headers=named)
 
 
-# ── what becomes an event ───────────────────────────────────────────────────────────────────────
+# ── events ───────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_content_type_is_parsed_without_case_and_parameters(kind: str, split: Sp
     assert choose_split(kind) is split
 
 
-# ── what is refused ─────────────────────────────────────────────────────────────────────────────
+# ── refusals ─────────────────────────────────────────────────────────────────────────────
 
 
 def test_other_methods_are_refused(url: str) -> None:
@@ -224,7 +224,7 @@ def test_only_tokens_with_the_publish_right_are_accepted(node: Node) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::ffff:127.0.0.1"])
 def test_source_is_the_same_on_ipv4_and_ipv6_sockets(host: str) -> None:
-    """One for all addresses shows those of IPv4 in a form of its own."""
+    """A socket for all addresses shows IPv4 addresses in a special form."""
     assert get_source(Request({"type": "http", "client": (host, 51200)})) == "127.0.0.1"
 
 
@@ -349,7 +349,7 @@ def test_many_requests_for_a_full_queue_do_not_delay_another_queue(tmp_path: Pat
 
 
 def test_dropped_queue_answers_503_until_it_is_recreated(node: Node) -> None:
-    """Told that there is none, senders would drop what they hold."""
+    """If the answer were 404, senders would drop their events."""
     node.create("passing")
     with serving("http", node, queue="passing") as found:
         url = f"http://{found.address}/"
@@ -400,7 +400,7 @@ def test_close_never_answers_500(tmp_path: Path) -> None:
 def test_request_is_answered_without_nagle_delay(node: Node) -> None:
     with serving("http", node, ack="accepted") as found, httpx.Client() as client:
         answers = [client.post(f"http://{found.address}/", content=b"x") for _ in range(30)]
-    # On the same connection, Nagle's delay alone would be 40 ms for each.
+    # On one connection, Nagle's delay alone would be 40 ms for each request.
     assert min(answer.elapsed.total_seconds() for answer in answers) < 0.035
 
 
@@ -439,7 +439,12 @@ def test_random_request_gets_a_documented_answer(
 ) -> None:
     headers = {"content-type": kind, "content-encoding": encoding, "x-key": key}
     answer = WEB.post(f"{lasting}/{path}", content=body, headers=headers)
-    assert answer.status_code in {200, 400, 404, 415}  # 404: a path with a line break is none
+    assert answer.status_code in {
+        200,
+        400,
+        404,
+        415,
+    }  # 404: a path with a line break matches no route
     assert WEB.post(lasting, content=b"alive").status_code == 200
 
 

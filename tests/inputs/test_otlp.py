@@ -132,7 +132,7 @@ def test_sdk_retries_records_refused_by_a_full_disk(tmp_path: Path) -> None:
             closing(OTLPLogExporter(f"http://{found.address}/v1/logs", timeout=30)) as exporter,
         ):
             assert exporter.export(log_records("late" * 2**18)) is LogRecordExportResult.SUCCESS
-        # At least once: what was in the queue but not on the disk in time was sent again.
+        # At least once: records that were in the queue but not on disk in time were sent again.
         assert {record_of(event).body.string_value for event in held(node)} == {"late" * 2**18}
 
 
@@ -312,7 +312,7 @@ def test_tls_settings_enable_https(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
-        monkeypatch.delenv(name, raising=False)  # requests would believe it rather than us
+        monkeypatch.delenv(name, raising=False)  # requests would prefer it to `verify`
     certificates = Certificates(tmp_path)
     with serving("otlp", node, tls=certificates.server_knob()) as found:
         url = f"https://{found.address}/v1/logs"

@@ -66,7 +66,7 @@ def address(node: Node) -> Iterator[str]:
 
 @contextmanager
 def calling(address: str | None, method: str = LOGS) -> Iterator[Any]:
-    """A method of the server, to be called with bytes."""
+    """Return a method of the server that accepts and returns bytes."""
     with grpc.insecure_channel(str(address)) as channel:
         yield channel.unary_unary(method)
 
@@ -119,7 +119,7 @@ def test_sdk_retries_records_refused_by_a_full_queue(tmp_path: Path) -> None:
 
 
 def check_retry_info(refused: Any, code: grpc.StatusCode) -> None:
-    """The refusal says when to come back, where the specification and the SDK look for it."""
+    """The refusal says when to retry, where the specification and the SDK look for it."""
     assert refused.code() is code
     trailers = dict(refused.trailing_metadata())
     found = Status.FromString(trailers["grpc-status-details-bin"])
@@ -204,7 +204,7 @@ def test_oversize_and_compression_bomb_messages_are_refused(node: Node) -> None:
             refused = refusal_of(export, body, compression=compression)
             assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "larger than max" in refused.details()
-            # Without a time: nobody is to send it again.
+            # Without a time to retry: no exporter should send it again.
             assert "google.rpc.retryinfo-bin" not in dict(refused.trailing_metadata())
         assert export(logs_request("x").SerializeToString()) == b""
 
@@ -227,7 +227,7 @@ RIGHT = (("authorization", f"Bearer {SECRET}"),)
 
 @contextmanager
 def silent_calls(address: str | None, count: int, metadata: Any = ()) -> Iterator[list[Any]]:
-    """Calls that have begun, and whose message never comes."""
+    """Start calls whose message never comes."""
     over = threading.Event()
 
     def nothing() -> Iterator[bytes]:
@@ -241,12 +241,12 @@ def silent_calls(address: str | None, count: int, metadata: Any = ()) -> Iterato
 
 
 def codes_of(calls: list[Any]) -> set[grpc.StatusCode]:
-    """What they end with."""
+    """Return the status codes of the calls."""
     return {call.exception(timeout=PATIENCE).code() for call in calls}
 
 
 def test_silent_clients_without_a_token_do_not_delay_others(node: Node) -> None:
-    """They are refused before a thread waits for what they would send."""
+    """They are refused before a thread waits for their message."""
     with (
         serving("otlp_grpc", node, tokens=TOKENS, body_timeout="1h") as found,
         silent_calls(found.address, THREADS) as calls,

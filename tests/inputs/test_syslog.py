@@ -1,4 +1,4 @@
-"""Syslog in: real senders, mixed and broken ones, and a queue that has no room for them."""
+"""The syslog input with real, mixed and broken senders, and with a full queue."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_client_disconnect_inside_a_long_message_does_not_affect_others(host: No
         with connected(source) as bad:
             bad.sendall(b"2000 <" + b"x" * 479)
             values_in(host.queue("main"), 2)
-        wait_until(lambda: source.counters.invalid == 2)  # it was too long, and ended early
+        wait_until(lambda: source.counters.invalid == 2)  # too long, and ended early
         good.sendall(b"<13>after\n")
         send(source, b"<13>another client\n")
         values = values_in(host.queue("main"), 4)
@@ -280,7 +280,7 @@ def test_unfinished_message_closes_the_connection_after_message_timeout(
         client.sendall(begun)
         assert client.recv(1) == b""
         assert values_in(host.queue("main"), 2)[1] == b"<12>half a mess"
-        quiet.sendall(b"<12>and more\n")  # it owes nothing, and may be silent for ever
+        quiet.sendall(b"<12>and more\n")  # without an unfinished message it may stay silent
         assert values_in(host.queue("main"), 3)[2] == b"<12>and more"
 
 
@@ -288,7 +288,7 @@ def test_slowly_dripping_message_closes_the_connection_after_message_timeout(hos
     sent: list[bytes] = []
 
     def drip() -> bool:
-        """Send one more octet whenever the last one was read; whether that has had an end."""
+        """Send an octet whenever the last one was read; return whether the connection has ended."""
         with contextlib.suppress(OSError):
             if source.counters.bytes == len(sent):
                 client.send(b"x")
@@ -303,7 +303,7 @@ def test_slowly_dripping_message_closes_the_connection_after_message_timeout(hos
 
 
 def test_client_with_unread_bytes_is_not_idle(host: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the queue is full nobody is read; what was sent meanwhile is there all the same."""
+    """While the queue is full no client is read, but its bytes have arrived."""
     monkeypatch.setattr("turnlane.inputs.stream_server.SWEEP_SECONDS", 0.01)
     queue = host.queue("narrow")
     with (
@@ -391,7 +391,7 @@ def test_tls_connection_publishes_large_amounts(host: Node, tmp_path: Path) -> N
 def test_stop_publishes_decrypted_bytes_of_tls(
     host: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operating system knows nothing of it any more."""
+    """The operating system has handed these bytes over to TLS."""
     monkeypatch.setattr("turnlane.inputs.stream_server.READ_BYTES", 1)
     monkeypatch.setattr("turnlane.inputs.stream_server.MIN_SHARE_BYTES", 6)
     files = Certificates(tmp_path)
@@ -453,7 +453,7 @@ def test_stuck_handshake_is_closed_and_does_not_delay_others(
 def test_full_disk_makes_senders_wait_and_loses_nothing(tmp_path: Path) -> None:
     disk = FaultyDisk()
     knobs = {"durability": "always", "memory_bytes": "256Ki", "write_buffer": "64Ki"}
-    knobs |= {"compression": "none"}  # or all of it would have room
+    knobs |= {"compression": "none"}  # otherwise everything would fit
     messages = [b"<13>%06d %s" % (number, b"x" * 500) for number in range(16_000)]
     with Node(tmp_path, {"main": knobs}, disk=disk) as node:
         queue = node.queue("main")

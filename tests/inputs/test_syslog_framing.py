@@ -1,4 +1,4 @@
-"""Cutting streams into messages: whatever arrives, however it is cut up, nothing is lost."""
+"""Streams become messages without a loss, for any bytes and any parts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trim(messages: list[bytes]) -> list[bytes | None]:
 
 
 def reference(stream: bytes, longest: int, framing: Framing) -> list[bytes]:
-    """The same, one message after the other, with the whole stream in hand."""
+    """Find the messages one after another in the whole stream."""
     header = re.compile(rb"([1-9][0-9]{0,8}) (<)?")
     newline, either = re.compile(b"\n"), re.compile(b"[\n\0]")
     messages: list[bytes] = []
@@ -72,7 +72,7 @@ def pieces(message: bytes, longest: int) -> list[bytes]:
 
 
 def in_parts(stream: bytes, cuts: list[int], longest: int, framing: Framing) -> list[bytes]:
-    """The messages of a stream that arrives in parts."""
+    """Return the messages of a stream that arrives in parts."""
     messages: list[bytes] = []
     rest, inside = b"", 0
     bounds = [0, *sorted(min(each, len(stream)) for each in cuts), len(stream)]

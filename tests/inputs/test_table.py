@@ -1,4 +1,4 @@
-"""A queue table as an input: what fires comes into the queue, and is acked once it is safe."""
+"""A queue table as an input: fired events enter the queue and are acked once they are safe."""
 
 from __future__ import annotations
 

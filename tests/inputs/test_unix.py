@@ -1,4 +1,4 @@
-"""A unix datagram socket as an input: what the C library and logger write."""
+"""A unix datagram socket as an input, with messages of the C library and of logger."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_too_long_message_is_cut_and_counted(host: Node, tmp_path: Path) -> None
 def test_attached_descriptors_do_not_stay_open(
     host: Node, tmp_path: Path, credentials: bool
 ) -> None:
-    """Or anybody who may log could use up what the node may have open."""
+    """Otherwise any sender could use up the descriptors of the node."""
     with (
         bound(host, tmp_path / "log", credentials=credentials),
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client,

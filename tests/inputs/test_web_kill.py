@@ -1,4 +1,4 @@
-"""kill -9 under load: whatever a sender was told is taken is there afterwards."""
+"""Acknowledged events survive kill -9 under load."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SENDERS = {"http": post_http, "otlp": post_otlp, "elasticsearch": post_bulk}
 
 
 def send(kind: str, post: Callable[[str, str], bool], address: str, told: list[str]) -> None:
-    """Post until the server is gone; note what was said to be taken."""
+    """Post until the server is gone; collect the acknowledged events."""
     number = 0
     while True:
         name = f"{kind}-{number}"

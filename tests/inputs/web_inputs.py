@@ -1,4 +1,4 @@
-"""What tests of inputs that are servers share: nodes, inputs, and patience."""
+"""Nodes and inputs for the tests of inputs that are servers."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from turnlane.testing import FaultyDisk
 SECRET = "correct horse battery staple"  # the tests' own
 TOKENS = ({"name": "shop", "secret": SECRET, "rights": {"main": ["publish"]}},)
 HASTY = "500ms"
-"""The timeout of inputs that are to refuse. On a busy machine they may refuse once too often."""
+"""The timeout of inputs that should refuse. On a busy machine they may refuse more often."""
 
-# One for all, since its TLS context is costly; it keeps no connection, so nothing is left open.
+# One client for all tests, since a TLS context is costly; it keeps no connection open.
 WEB = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), timeout=30.0)
 
 
 @contextmanager
 def node_of(data: Path, disk: FaultyDisk | None = None, **knobs: Any) -> Iterator[Node]:
-    """A node with the disk queues ``main``, which has these knobs, and ``orders``."""
+    """Open a node with the disk queues ``main``, with these settings, and ``orders``."""
     main = {"durability": "always", "shutdown_timeout": "1s", **knobs}
     with Node(data, {"main": main, "orders": {}}, disk=disk) as node:
         yield node
 
 
 def made(kind: str, node: Node, **knobs: Any) -> Input:
-    """An input, not started yet."""
+    """Create an input without starting it."""
     found = load(kind)
     settings = {"listen": "127.0.0.1:0", "queue": "main", **knobs}
     return found(found.settings_type.model_validate(settings), node)
@@ -42,7 +42,7 @@ def made(kind: str, node: Node, **knobs: Any) -> Input:
 
 @contextmanager
 def serving(kind: str, node: Node, **knobs: Any) -> Iterator[Input]:
-    """An input that listens, and whose requests wait as long as a busy machine may take."""
+    """Run an input whose requests may wait as long as a busy machine needs."""
     with made(kind, node, **{"timeout": PATIENCE, **knobs}) as found:
         found.start()
         yield found
@@ -50,7 +50,7 @@ def serving(kind: str, node: Node, **knobs: Any) -> Iterator[Input]:
 
 
 def held(node: Node, queue: str = "main") -> list[Event]:
-    """The events in a queue, which stay there."""
+    """Return the events in a queue, and leave them there."""
     found: list[Event] = []
     place = node.queue(queue)
     while (read := place.read(place.low + len(found), 100_000)) is not None:
@@ -60,18 +60,18 @@ def held(node: Node, queue: str = "main") -> list[Event]:
 
 
 def values(node: Node, queue: str = "main") -> list[bytes | None]:
-    """The values in a queue."""
+    """Return the values in a queue."""
     return [event.value for event in held(node, queue)]
 
 
 def drain(node: Node, queue: str = "main") -> None:
-    """Settle what is in a queue."""
+    """Settle all events in a queue."""
     place = node.queue(queue)
     place.settle(place.low, place.end)
 
 
 def fill(node: Node, events: int, queue: str = "main") -> None:
-    """Publish so many small events."""
+    """Publish ``count`` small events."""
     producer = node.queue(queue).producer()
     for _ in range(events):
         producer.publish(b"in the way")
@@ -79,7 +79,7 @@ def fill(node: Node, events: int, queue: str = "main") -> None:
 
 @contextmanager
 def once_refused(found: Input, do: Callable[[], object], times: int = 1) -> Iterator[None]:
-    """While a client sends, and sends again: do something once the input has refused."""
+    """Run a client that retries, and call a function once the input has refused."""
 
     def watch() -> None:
         wait_until(lambda: found.counters.refused >= times, "a refusal")

@@ -1,4 +1,4 @@
-"""A node with three inputs in a process of its own, to be killed while it takes events."""
+"""A node with three inputs in a process that a test kills while it accepts events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.inputs.web_inputs import made, node_of
 
 
 def main() -> None:
-    """Serve from the directory given, say where, and go on until killed."""
+    """Serve a directory, print the addresses, and run until killed."""
     with node_of(Path(sys.argv[1])) as node:
         inputs = {kind: made(kind, node) for kind in ("http", "otlp", "elasticsearch")}
         for each in inputs.values():
