@@ -71,7 +71,7 @@ def drain(node: Node, queue: str = "main") -> None:
 
 
 def fill(node: Node, events: int, queue: str = "main") -> None:
-    """Publish ``count`` small events."""
+    """Publish small events."""
     producer = node.queue(queue).producer()
     for _ in range(events):
         producer.publish(b"in the way")

@@ -1,7 +1,7 @@
 """Lines, bodies and columns of texts: cut from a buffer and put together, a whole block at a time.
 
 Nothing here handles a line by itself: numpy finds the newlines, and one pass over the bytes takes
-them out. So a line costs a few nanoseconds, however short it is.
+them out. So even a short line costs only a few nanoseconds.
 """
 
 from __future__ import annotations

@@ -176,10 +176,10 @@ class ParseSettings(BaseModel):
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
 
-    format: Format = Field(default=Format.NONE, description="What the values are.")
+    format: Format = Field(default=Format.NONE, description="The format of the values.")
     on_error: OnError = Field(
         default=OnError.KEEP,
-        description="An event that does not parse goes on raw (`keep`) or dies (`dead`).",
+        description="Events that cannot be parsed are kept raw (`keep`) or dead letters (`dead`).",
     )
     pattern: str | None = Field(
         default=None,
@@ -193,7 +193,7 @@ class ParseSettings(BaseModel):
     )
     time_zone: str = Field(
         default="UTC",
-        description="With `syslog`: the zone of times that come without one.",
+        description="With `syslog`: the time zone of times without one.",
         examples=["Europe/Berlin"],
     )
 

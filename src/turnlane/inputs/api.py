@@ -1,4 +1,4 @@
-"""The interface of inputs, for the inputs of this package and for those of users.
+"""The interface of inputs: turnlane's own, and inputs that users write.
 
 An input listens, or reads, and publishes blocks into the queues of its host. It tells its sender
 that events are safe no earlier than its ``ack`` level allows. While a queue is full it does what
@@ -35,14 +35,15 @@ class InputSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    type: str = Field(description="Which input this is.")
-    name: str | None = Field(None, description="Its name in logs and metrics; default: its type.")
+    type: str = Field(description="The type of the input.")
+    name: str | None = Field(None, description="The name in logs and metrics; default: its type.")
     queue: str = Field(description="The queue that its events go to.")
     ack: AckLevel = Field(
-        AckLevel.PERSISTED, description="How far events must have come before the sender is told."
+        AckLevel.PERSISTED,
+        description="The level that events reach before the sender is answered.",
     )
     flow: FlowControl = Field(
-        FlowControl.LIGHT, description="How it yields before the queue is full."
+        FlowControl.LIGHT, description="How it slows down before the queue is full."
     )
 
     @property

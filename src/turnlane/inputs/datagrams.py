@@ -67,7 +67,7 @@ class DatagramReader:
         longest: int,
     ) -> None:
         self._owner = owner
-        self._publisher = publisher
+        self.publisher = publisher
         self._socket = bound
         self._receive = receive
         self._longest = longest
@@ -87,7 +87,7 @@ class DatagramReader:
     def stop(self, deadline: float) -> None:
         """Publish the datagrams that have arrived, then close the socket. Until ``deadline``."""
         self._deadline = deadline
-        self._publisher.set_deadline(deadline)
+        self.publisher.set_deadline(deadline)
         self._stopping.set()
         if self._thread.ident is not None:
             os.write(self._wake_end, b".")
@@ -101,7 +101,7 @@ class DatagramReader:
         poll.register(self._socket, select.POLLIN)
         poll.register(self._waker, select.POLLIN)
         try:
-            while not self._stopping.is_set() and not self._publisher.has_failed:
+            while not self._stopping.is_set() and not self.publisher.has_failed:
                 poll.poll()
                 self._read_available()
             self._drain()
@@ -111,7 +111,7 @@ class DatagramReader:
     def _drain(self) -> None:
         """Read the datagrams that have arrived, at most one more full buffer."""
         left = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
-        while not self._publisher.has_failed and left > 0 and (size := self._read_available()):
+        while not self.publisher.has_failed and left > 0 and (size := self._read_available()):
             left -= size
             if time.monotonic() >= self._deadline:
                 return
@@ -151,7 +151,7 @@ class DatagramReader:
         self._owner.count(bytes=used, invalid=invalid, dropped=self._count_system_drops())
         block = self._buffer.take_block()
         if block is not None:
-            self._publisher.publish(block)
+            self.publisher.publish(block)
 
     def _count_system_drops(self) -> int:
         """Return how many datagrams the operating system has dropped since the last call."""
@@ -181,24 +181,24 @@ class UnixSettings(InputSettings):
     """The settings of a unix datagram socket."""
 
     type: Literal["unix"] = "unix"
-    path: Path = Field(description="Where to make the socket. One that nobody reads is replaced.")
+    path: Path = Field(description="The path of the socket. A socket without a reader is replaced.")
     mode: Annotated[str, Field(pattern=r"^0?[0-7]{3}$")] = Field(
         "0666", description="Who may write to it, in octal."
     )
     credentials: bool = Field(
         default=False,
-        description="Have the kernel say who sends: `source` is then `pid=… uid=… gid=…`.",
+        description="Ask the kernel for the sender: `source` is then `pid=… uid=… gid=…`.",
     )
     flow: FlowControl = Field(
         FlowControl.NONE,
-        description="`none` drops and counts when the queue is full; the others make senders wait.",
+        description="`none` drops and counts events of a full queue; the others let senders wait.",
     )
     max_message_bytes: Annotated[Size, Field(ge=480, le=1 << 18)] = Field(
         64 << 10,
         description="A longer message is cut into pieces of this length, and counted as invalid.",
     )
     receive_buffer: Size = Field(
-        1 << 20, description="What the operating system is asked to hold of what is not yet read."
+        1 << 20, description="How many unread bytes the operating system should hold."
     )
 
 
@@ -211,7 +211,6 @@ class UnixInput(Input):
     def __init__(self, settings: UnixSettings, host: Host) -> None:
         super().__init__(settings, host)
         self._reader: DatagramReader | None = None
-        self._publisher: FireAndForgetPublisher | None = None
 
     @property
     def address(self) -> str | None:
@@ -226,20 +225,19 @@ class UnixInput(Input):
         if settings.credentials:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         receive = _make_receiver(bound, str(settings.path), credentials=settings.credentials)
-        self._publisher = publisher
         self._reader = DatagramReader(self, publisher, bound, receive, settings.max_message_bytes)
         self._reader.start()
 
     def stop(self, timeout: float) -> None:
-        if self._reader is None or self._publisher is None:
+        if self._reader is None:
             return
         deadline = time.monotonic() + timeout
         reader, self._reader = self._reader, None
-        # Removed first, so that senders get an error instead of writing messages without a reader.
+        # First remove the path: then senders get an error and do not write without a reader.
         with contextlib.suppress(FileNotFoundError):
             self.settings.path.unlink()
         reader.stop(deadline)
-        self._publisher.finish(deadline)
+        reader.publisher.finish(deadline)
 
 
 def _bind(path: Path, mode: int) -> socket.socket:

@@ -118,7 +118,7 @@ class WebInput(Input):
 
 @contextlib.contextmanager
 def _refuse_when_closing() -> Iterator[None]:
-    """Refuse a request that the closing server cancels, so that its sender sends it again.
+    """Refuse a request that the closing server cancels: then its sender sends it again.
 
     uvicorn would answer 500, and then some senders drop their events.
     """
@@ -163,14 +163,14 @@ class HttpInputSettings(WebInputSettings):
         default_factory=dict,
         description="Queues by path, first match first: `{/orders/*: orders}`; others: `queue`.",
     )
-    split: Split = Field(Split.AUTO, description="What becomes one event.")
+    split: Split = Field(Split.AUTO, description="Which part of a body becomes one event.")
     keep_headers: tuple[str, ...] = Field(
         ("content-type",), description="Request headers that events keep."
     )
     key_header: str | None = Field(None, description="The request header with the events' key.")
     key_query: str | None = Field(None, description="The query parameter with the events' key.")
     status: Literal[200, 204] = Field(
-        200, description="The answer to events that were taken; 204 has no body."
+        200, description="The answer to accepted events; 204 has no body."
     )
 
     @field_validator("routes")

@@ -89,7 +89,8 @@ class OtlpSettings(WebInputSettings):
 
     type: Literal["otlp"] = "otlp"
     split: SplitUnit = Field(
-        SplitUnit.RECORD, description="What becomes one event: a `record`, or the whole `request`."
+        SplitUnit.RECORD,
+        description="One event for each `record`, or for the whole `request`.",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import urllib.parse
@@ -23,7 +22,7 @@ from turnlane.formats.otlp import (
 from turnlane.inputs.api import Host, Input, InputSettings
 from turnlane.inputs.otlp import ExportPublisher
 from turnlane.inputs.publishers import THREADS, RequestPublisher, RequestSettings
-from turnlane.runtime import Closeable, start_thread
+from turnlane.runtime import PeriodicThread
 from turnlane.serving.address import ConnectionWatch, normalize_host
 from turnlane.serving.auth import Authority, Right, TlsSettings, parse_bearer
 from turnlane.serving.http_body import get_retry_after, get_status
@@ -57,7 +56,7 @@ _MAX_DETAILS: Final = 512
 MAX_SLOW_REQUESTS: Final = THREADS // 2
 """The most requests at a time that may use all of ``body_timeout`` to send their message."""
 SHORT_BODY_TIMEOUT: Final = 1.0
-"""Seconds for the messages of other requests, so that silent clients cannot block all threads."""
+"""Seconds for the messages of other requests: silent clients must not block all threads."""
 
 
 class OtlpGrpcSettings(RequestSettings):
@@ -65,10 +64,14 @@ class OtlpGrpcSettings(RequestSettings):
 
     type: Literal["otlp_grpc"] = "otlp_grpc"
     split: SplitUnit = Field(
-        SplitUnit.RECORD, description="What becomes one event: a `record`, or the whole `request`."
+        SplitUnit.RECORD,
+        description="One event for each `record`, or for the whole `request`.",
     )
     max_message_bytes: Size = Field(
-        16 * 2**20, ge=1, le=2**31 - 1, description="The largest request, also once it is unpacked."
+        16 * 2**20,
+        ge=1,
+        le=2**31 - 1,
+        description="The largest request, also when decompressed.",
     )
     max_header_bytes: Size = Field(
         64 * 2**10, ge=1024, le=2**31 - 1, description="The most bytes of a request's headers."
@@ -81,7 +84,7 @@ class OtlpGrpcSettings(RequestSettings):
         300.0, ge=1, description="How long a connection stays open without a request."
     )
     body_timeout: Duration = Field(
-        30.0, gt=0, description="How long a request's message may take to come."
+        30.0, gt=0, description="How long a request may take to send its message."
     )
 
     def build_options(self) -> list[tuple[str, int]]:
@@ -94,62 +97,6 @@ class OtlpGrpcSettings(RequestSettings):
             ("grpc.max_concurrent_streams", self.max_streams),
             ("grpc.max_connection_idle_ms", round(self.idle_timeout * 1000)),
         ]
-
-
-class DeadlineTimer(Closeable):
-    """Ends blocks that take longer than ``seconds``. Safe to use from any thread.
-
-    One thread with the given name serves all blocks until the timer is closed.
-    """
-
-    def __init__(self, seconds: float, name: str) -> None:
-        self._seconds = seconds
-        self._changed = threading.Condition()
-        self._waiting: dict[object, tuple[float, Callable[[], object]]] = {}
-        """The deadline and the callback of each block, in the order of the deadlines, which is the
-        order of the starts."""
-        self._closed = False
-        self._thread = start_thread(name, self._run)
-
-    @contextlib.contextmanager
-    def limit(self, call_off: Callable[[], object]) -> Iterator[None]:
-        """Call ``call_off`` on the thread of the timer if the block takes too long."""
-        ticket = object()
-        with self._changed:
-            self._waiting[ticket] = time.monotonic() + self._seconds, call_off
-            self._changed.notify()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._waiting.pop(ticket, None)
-
-    def close(self) -> None:
-        """Stop the thread. Running blocks have no deadline any more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (call_off := self._wait_for_late_block()) is not None:
-            call_off()
-
-    def _wait_for_late_block(self) -> Callable[[], object] | None:
-        """Wait until a block is late and return its callback; ``None`` once closed."""
-        with self._changed:
-            while not self._closed:
-                ticket = next(iter(self._waiting), None)
-                if ticket is None:
-                    self._changed.wait()
-                    continue
-                due, call_off = self._waiting[ticket]
-                left = due - time.monotonic()
-                if left <= 0:
-                    del self._waiting[ticket]
-                    return call_off
-                self._changed.wait(left)
-            return None
 
 
 class OtlpGrpcInput(Input):
@@ -166,8 +113,10 @@ class OtlpGrpcInput(Input):
         self._address = settings.listen
         self._workers: ThreadPoolExecutor | None = None
         self._slow_requests = threading.BoundedSemaphore(MAX_SLOW_REQUESTS)
-        self._long_timer: DeadlineTimer | None = None
-        self._short_timer: DeadlineTimer | None = None
+        self._deadlines: dict[Any, float] = {}
+        """Calls that wait for their message, and until when; guarded by the lock."""
+        self._deadlines_lock = threading.Lock()
+        self._canceller: PeriodicThread | None = None
         self._watch: ConnectionWatch | None = None
         self._server: Any = None
 
@@ -182,9 +131,9 @@ class OtlpGrpcInput(Input):
             self.settings.listen.listen().close()  # gRPC gives no reason if the port is in use
         # Threads serve the requests in turn and read a request only then, so waiting requests cost
         # no memory. If they were refused here, exporters would drop their records.
-        seconds, name = self.settings.body_timeout, f"turnlane-{self.settings.label}-late"
-        self._long_timer = DeadlineTimer(seconds, name)
-        self._short_timer = DeadlineTimer(min(seconds, SHORT_BODY_TIMEOUT), name)
+        pause = min(self.settings.body_timeout, SHORT_BODY_TIMEOUT) / 10
+        name = f"turnlane-{self.settings.label}-late"
+        self._canceller = PeriodicThread(name, self._cancel_late_calls, pause)
         self._workers = ThreadPoolExecutor(THREADS, f"turnlane-{self.settings.label}")
         self._server = grpc.server(self._workers, options=self.settings.build_options())
         self._server.add_generic_rpc_handlers(
@@ -204,8 +153,8 @@ class OtlpGrpcInput(Input):
         if self._server is not None and self._workers is not None:
             self._server.stop(timeout).wait(timeout + 5.0)
             self._workers.shutdown(wait=False)
-        for timer in filter(None, (self._long_timer, self._short_timer)):
-            timer.close()
+        if self._canceller is not None:
+            self._canceller.close()
         if self._watch is not None:
             self._watch.close()
 
@@ -240,27 +189,32 @@ class OtlpGrpcInput(Input):
         return export
 
     def _read_message(self, messages: Iterator[bytes], context: Any) -> bytes:  # noqa: ANN401
-        """Return the message of a request; cancel the call if it does not arrive in time."""
-        with self._limit_time(context.cancel):
+        """Return the message of a request; the call is cancelled if it does not arrive in time."""
+        timeout = self.settings.body_timeout
+        may_be_slow = self._slow_requests.acquire(blocking=False)
+        if not may_be_slow:
+            timeout = min(timeout, SHORT_BODY_TIMEOUT)
+        with self._deadlines_lock:
+            self._deadlines[context] = time.monotonic() + timeout
+        try:
             body = next(messages, None)
+        finally:
+            with self._deadlines_lock:
+                self._deadlines.pop(context, None)
+            if may_be_slow:
+                self._slow_requests.release()
         if body is None:
             raise ValueError("the request has no message")
         return body
 
-    @contextlib.contextmanager
-    def _limit_time(self, call_off: Callable[[], object]) -> Iterator[None]:
-        """Allow ``body_timeout``, or less while many requests are slow."""
-        assert self._long_timer is not None
-        assert self._short_timer is not None
-        if not self._slow_requests.acquire(blocking=False):
-            with self._short_timer.limit(call_off):
-                yield
-            return
-        try:
-            with self._long_timer.limit(call_off):
-                yield
-        finally:
-            self._slow_requests.release()
+    def _cancel_late_calls(self) -> None:
+        now = time.monotonic()
+        with self._deadlines_lock:
+            late = [context for context, deadline in self._deadlines.items() if deadline <= now]
+            for context in late:
+                del self._deadlines[context]
+        for context in late:
+            context.cancel()
 
     def _publish(self, signal: Signal, body: bytes, context: Any) -> bytes:  # noqa: ANN401
         self.count(bytes=len(body))

@@ -1,4 +1,4 @@
-"""How inputs publish, by what their senders can hear.
+"""How inputs publish, with and without answers to their senders.
 
 :class:`RequestPublisher` serves senders that get an answer (HTTP, OTLP, Elasticsearch): an event
 without room within the time of its request is refused, and the sender sends it again.
@@ -63,7 +63,7 @@ class RequestSettings(InputSettings):
     tls: TlsSettings | None = Field(None, description="Certificate and key; default: no TLS.")
     flow: FlowControl = Field(
         FlowControl.NONE,
-        description="How it yields before the queue is full; its senders can be told, so: not.",
+        description="How it slows down before the queue is full; by default it refuses instead.",
     )
     timeout: Duration = Field(
         5.0,

@@ -36,7 +36,7 @@ class StdinSettings(InputSettings):
 
     type: Literal["stdin"] = "stdin"
     flow: FlowControl = Field(
-        FlowControl.FULL, description="How it yields before the queue is full."
+        FlowControl.FULL, description="How it slows down before the queue is full."
     )
     max_line_bytes: Annotated[Size, Field(ge=1, le=16 << 20)] = Field(
         1 << 20,

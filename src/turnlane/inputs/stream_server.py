@@ -144,7 +144,7 @@ class StreamConnections:
             self._epoll.register(number, select.EPOLLIN)
 
     def stop_listening(self) -> None:
-        """Stop accepting connections, except those that already wait."""
+        """Accept the waiting connections, and then no more."""
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             self._accept(listener, BACKLOG)
@@ -303,7 +303,7 @@ class StreamReader:
     ) -> None:
         self._owner = owner
         self._label = owner.settings.label
-        self._publisher = publisher
+        self.publisher = publisher
         self._limits = limits
         self._connections = StreamConnections(owner, listeners, limits)
         self._unfinished: list[StreamConnection] = []
@@ -323,7 +323,7 @@ class StreamReader:
     def stop(self, deadline: float) -> None:
         """Accept no more connections, publish the received messages, close. Until ``deadline``."""
         self._deadline = deadline
-        self._publisher.set_deadline(deadline)
+        self.publisher.set_deadline(deadline)
         self._stopping.set()
         if self._thread.ident is not None:
             self._connections.wake()
@@ -334,7 +334,7 @@ class StreamReader:
 
     def _run(self) -> None:
         try:
-            while not self._stopping.is_set() and not self._publisher.has_failed:
+            while not self._stopping.is_set() and not self.publisher.has_failed:
                 unfinished = [each for each in self._unfinished if self._connections.is_open(each)]
                 self._unfinished = []
                 ready = self._connections.poll(0.0 if unfinished else None)
@@ -419,7 +419,7 @@ class StreamReader:
     def _publish(self) -> None:
         block = self._buffer.take_block()
         if block is not None:
-            self._publisher.publish(block)
+            self.publisher.publish(block)
 
     def _drain(self) -> None:
         """Read the bytes that had arrived when the input was stopped, and no later ones."""
@@ -428,7 +428,7 @@ class StreamReader:
             for each in self._connections.list_all()
             if not each.in_handshake
         }
-        while waiting and time.monotonic() < self._deadline and not self._publisher.has_failed:
+        while waiting and time.monotonic() < self._deadline and not self.publisher.has_failed:
             waiting = {
                 each: left - count
                 for each, left in waiting.items()

@@ -6,6 +6,7 @@ messages over UDP are dropped and counted.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from typing import Annotated, ClassVar, Literal, Self
@@ -44,12 +45,12 @@ class SyslogSettings(InputSettings):
     )
     insecure: bool = Field(
         default=False,
-        description="Listen on a public address although anybody can then send: without TLS, or "
+        description="Listen on a public address although any client can then send: without TLS, or "
         "without asking clients for a certificate.",
     )
     framing: Framing = Field(
         Framing.AUTO,
-        description="How messages are told apart over TCP and TLS: `newline`, `octet` (counted), "
+        description="How messages are separated over TCP and TLS: `newline`, `octet` (counted), "
         "or `auto`, decided message by message.",
     )
     max_message_bytes: MessageBytes = Field(
@@ -60,17 +61,16 @@ class SyslogSettings(InputSettings):
         10_000, ge=1, description="One more is closed at once, and counted as refused."
     )
     idle_timeout: Duration | None = Field(
-        None, description="Close a connection that has been silent for so long. `null`: never."
+        None, description="Close a connection that is silent for this time. `null`: never."
     )
     message_timeout: Duration = Field(
         60.0,
         gt=0,
-        description="Close a connection that takes so long over one message. What has come of the "
-        "message is kept.",
+        description="Close a connection that needs longer for one message; keep the received part.",
     )
     receive_buffer: Size = Field(
         8 << 20,
-        description="What the operating system is asked to hold of UDP datagrams not yet read.",
+        description="How many bytes of unread UDP datagrams the operating system should hold.",
     )
 
     @model_validator(mode="after")
@@ -107,7 +107,7 @@ class SyslogInput(Input):
         super().__init__(settings, host)
         self.addresses: dict[str, Address] = {}
         """The addresses by ``tcp``, ``udp`` and ``tls``, with the real ports."""
-        self._readers: list[tuple[StreamReader | DatagramReader, FireAndForgetPublisher]] = []
+        self._readers: list[StreamReader | DatagramReader] = []
         self._stopped = False
 
     @property
@@ -116,73 +116,60 @@ class SyslogInput(Input):
 
     def start(self) -> None:
         self.settings.check_exposed()
-        bound: list[socket.socket] = []
-        try:
-            readers = self._make_readers(bound)
-        except BaseException:
-            for each in bound:
-                each.close()
-            raise
-        self._readers = readers
-        for reader, _ in readers:
+        with contextlib.ExitStack() as sockets:
+            self._make_readers(sockets)
+            sockets.pop_all()  # the readers close them from here
+        for reader in self._readers:
             reader.start()
 
-    def _make_readers(
-        self, bound: list[socket.socket]
-    ) -> list[tuple[StreamReader | DatagramReader, FireAndForgetPublisher]]:
+    def _make_readers(self, sockets: contextlib.ExitStack) -> None:
         settings = self.settings
-        readers: list[tuple[StreamReader | DatagramReader, FireAndForgetPublisher]] = []
-        waiting, dropping = (
-            FireAndForgetPublisher(self),
-            FireAndForgetPublisher(self, FlowControl.NONE),
-        )
-        waiting.check_fits(settings.max_message_bytes, "max_message_bytes")
+        longest = settings.max_message_bytes
+        publisher = FireAndForgetPublisher(self)
+        publisher.check_fits(longest, "max_message_bytes")
         listeners = []
         if settings.tcp is not None:
-            listeners.append(StreamListener(self._bind("tcp", settings.tcp, bound)))
+            listeners.append(StreamListener(self._bind("tcp", settings.tcp, sockets)))
         if settings.tls is not None:
             context = settings.tls.context()
-            listeners.append(StreamListener(self._bind("tls", settings.tls.listen, bound), context))
+            bound = self._bind("tls", settings.tls.listen, sockets)
+            listeners.append(StreamListener(bound, context))
         if settings.udp is not None:
-            datagrams = self._bind("udp", settings.udp, bound, socket.SOCK_DGRAM)
-            set_receive_buffer(datagrams, settings.receive_buffer)
-            longest = settings.max_message_bytes
-            reader = DatagramReader(
-                self, dropping, datagrams, make_udp_receiver(datagrams), longest
-            )
-            readers.append((reader, dropping))
+            bound = self._bind("udp", settings.udp, sockets, socket.SOCK_DGRAM)
+            set_receive_buffer(bound, settings.receive_buffer)
+            dropping = FireAndForgetPublisher(self, FlowControl.NONE)
+            receive = make_udp_receiver(bound)
+            self._readers.append(DatagramReader(self, dropping, bound, receive, longest))
         if listeners:
             limits = StreamLimits(
                 settings.framing,
-                settings.max_message_bytes,
+                longest,
                 settings.max_connections,
                 settings.idle_timeout,
                 settings.message_timeout,
             )
-            readers.append((StreamReader(self, waiting, listeners, limits), waiting))
-        return readers
+            self._readers.append(StreamReader(self, publisher, listeners, limits))
 
     def _bind(
         self,
         knob: str,
         address: Address,
-        bound: list[socket.socket],
+        sockets: contextlib.ExitStack,
         kind: int = socket.SOCK_STREAM,
     ) -> socket.socket:
-        made = address.listen(kind, knob=knob)
-        bound.append(made)
-        self.addresses[knob] = address.with_port(made.getsockname()[1])
-        return made
+        bound = sockets.enter_context(address.listen(kind, knob=knob))
+        self.addresses[knob] = address.with_port(bound.getsockname()[1])
+        return bound
 
     def stop(self, timeout: float) -> None:
         if self._stopped:
             return
         self._stopped = True
         deadline = time.monotonic() + timeout
-        for reader, _ in self._readers:
+        for reader in self._readers:
             reader.stop(deadline)
-        for _, publisher in self._readers:
-            publisher.finish(deadline)
+        for reader in self._readers:
+            reader.publisher.finish(deadline)
 
 
 def make_udp_receiver(bound: socket.socket) -> Receive:

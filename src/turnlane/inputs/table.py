@@ -55,18 +55,18 @@ class TableInputSettings(InputSettings, TableAddress):
 
     type: Literal["table"] = "table"
     flow: FlowControl = Field(
-        FlowControl.FULL, description="How it yields before the queue is full."
+        FlowControl.FULL, description="How it slows down before the queue is full."
     )
-    key_range: str = Field("-", description="Only events whose keys lie there, such as `-80`.")
+    key_range: str = Field("-", description="Only events with keys in this range, such as `-80`.")
     key: str | None = Field(
-        None, description="The column that is the events' key; default: that of `SHARD BY`."
+        None, description="The column with the key of events; default: the column of `SHARD BY`."
     )
     value: str | None = Field(
-        None, description="The column that is their value; default: the whole row, as JSON."
+        None, description="The column with the value of events; default: the whole row, as JSON."
     )
     headers: dict[str, str] = Field(
         default_factory=lambda: {"event_id": "event_id"},
-        description="Headers, each with the column that it comes from: yours, `event_id`, "
+        description="Headers, each with its column: one of yours, `event_id`, "
         "`fire_at`, `priority`, `attempts` or `event_group`.",
     )
     batch: int = Field(1_000, ge=1, description="The most events published at a time.")

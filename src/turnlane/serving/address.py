@@ -214,7 +214,7 @@ def _is_connected(connection: socket.socket, port: int) -> bool:
 log = get_logger(__name__)
 
 CHECK_SECONDS: Final = 1.0
-"""How often connections are checked; for so long there can be more than allowed."""
+"""How often connections are checked; between checks there can be more than allowed."""
 MAX_TIME_SHARE: Final = 0.02
 """The largest share of time for the check, which has to look at all open descriptors."""
 

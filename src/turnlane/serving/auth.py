@@ -37,9 +37,9 @@ class TokenSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(min_length=1, description="What the token is called in logs.")
+    name: str = Field(min_length=1, description="The name of the token in logs.")
     secret: SecretStr | None = Field(
-        default=None, description="The secret itself; better one of the next."
+        default=None, description="The secret itself; better use secret_env or secret_file."
     )
     secret_env: str | None = Field(
         default=None, description="The environment variable that holds it."
@@ -48,7 +48,7 @@ class TokenSettings(BaseModel):
     rights: Mapping[str, tuple[Right, ...]] = Field(
         description="Rights by queue; `*` and `?` stand for any characters."
     )
-    expires: AwareDatetime | None = Field(default=None, description="From when on it is not valid.")
+    expires: AwareDatetime | None = Field(default=None, description="When it becomes invalid.")
 
     @model_validator(mode="after")
     def _one_secret(self) -> Self:

@@ -160,7 +160,7 @@ def _inflate(body: bytes, most: int, window: int) -> bytes:
             stream = zlib.decompressobj(window)
             members += 1
         given = body[at : at + _STEP]
-        # One byte more than allowed distinguishes a body that is too large from one that fits.
+        # One byte more than allowed shows that the body is too large.
         pieces.append(stream.decompress(given, most + 1))
         at += len(given) - len(stream.unused_data)
         most -= len(pieces[-1])

@@ -1,7 +1,7 @@
 """An HTTP server on a thread of its own, with limits on connections, headers, bodies and threads.
 
 uvicorn parses requests and sends answers, and leaves limits to a proxy in front of it. This module
-adds them, so that no client holds resources for nothing: the headers have to arrive within the idle
+adds them, and no client holds resources for nothing: the headers have to arrive within the idle
 timeout and fit their limit, a body has to keep arriving, the client has to read the answer, and the
 number of connections is bounded.
 
@@ -83,7 +83,7 @@ class WebSettings(BaseModel):
         default=16 * 2**20, ge=1, description="The largest body of a request."
     )
     max_decompressed_bytes: Size = Field(
-        default=64 * 2**20, ge=1, description="The largest body of a request once it is unpacked."
+        default=64 * 2**20, ge=1, description="The largest decompressed body of a request."
     )
     max_header_bytes: Size = Field(
         default=64 * 2**10, ge=1024, description="The most bytes of a request's line and headers."

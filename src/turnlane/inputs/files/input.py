@@ -349,7 +349,7 @@ class FilesInput(Input):
     def _wait_for_room(self) -> bool:
         """Scan and save while the queue is full; false if the input has to stop.
 
-        New files are opened now, so that their lines stay readable if the files are deleted.
+        New files are opened now: then their lines stay readable if the files are deleted.
         """
         if self._stopping.is_set():
             return False

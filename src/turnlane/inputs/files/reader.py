@@ -1,4 +1,4 @@
-"""One followed file: what identifies it, which lines are next, how far the queue has acked them.
+"""One followed file: its identity, its next lines, and its acked position.
 
 A device and an inode identify a file until the inode is reused or the content is replaced. So the
 reader also remembers some of the content: the *head*, which is the first line (or the part of it
@@ -308,7 +308,7 @@ class FileReader:
         is_end = self.position - known + len(data) >= self.version[0]
         skip = known
         if self.before and not self.before.endswith(b"\n"):
-            # The last line was taken before its newline was written: skip the newline now.
+            # The last line was published before its newline was written: skip the newline now.
             rest = data[known : known + 2]
             skip += 1 if rest[:1] == b"\n" else 2 if rest == b"\r\n" else 0
         start, before, data = self.position - known + skip, data[:skip], data[skip:]

@@ -67,7 +67,7 @@ class FilesSettings(InputSettings):
         min_length=1, description="Globs of the files to follow; ** is any depth of folders."
     )
     exclude: tuple[str, ...] = Field(
-        (), description="Globs of files to leave out: of the name, or with a / of the whole path."
+        (), description="Globs of files to ignore: of the name, or with a / of the whole path."
     )
     start_at: StartAt = Field(
         StartAt.BEGINNING,
@@ -80,19 +80,19 @@ class FilesSettings(InputSettings):
         1.0, gt=0, description="How often to look for new, rotated and changed files."
     )
     rotate_wait: Duration = Field(
-        10.0, description="How long a renamed or deleted file is read on after its last line."
+        10.0, description="How long a renamed or deleted file is still read after its last line."
     )
     partial_timeout: Duration | None = Field(
-        None, description="Take a last line without newline after so long; default: never."
+        None, description="Publish a last line without newline after this time; default: never."
     )
     ignore_older: Duration | None = Field(
-        None, description="Leave out files that were last changed longer ago, until they change."
+        None, description="Ignore files that were last changed longer ago, until they change."
     )
     close_inactive: Duration = Field(
-        300.0, description="Close files that had nothing new for so long; they are still watched."
+        300.0, description="Close files without new lines for this time; they are still watched."
     )
     forget_after: Duration = Field(
-        2 * 86_400.0, description="Forget files that have been gone for so long."
+        2 * 86_400.0, description="Forget files that do not exist for this time."
     )
     read_buffer: Size = Field(
         1 << 20, ge=64, le=1 << 28, description="How much is read of a file at once."
