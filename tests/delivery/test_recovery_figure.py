@@ -10,7 +10,7 @@ from benchmarks.delivery_lane import find_seconds_to_full
 from benchmarks.http_server import BUCKET
 
 
-def counts(rates: list[int]) -> dict[str, object]:
+def make_counts(rates: list[int]) -> dict[str, object]:
     return {
         "first": 1000 * BUCKET + BUCKET / 2,
         "last": (1000 + len(rates) - 1) * BUCKET + BUCKET / 2,
@@ -19,14 +19,14 @@ def counts(rates: list[int]) -> dict[str, object]:
 
 
 def test_pause_after_the_probe_counts_as_recovery_time() -> None:
-    found = find_seconds_to_full(counts([1000] + [0] * 99 + [5000] * 300))
+    found = find_seconds_to_full(make_counts([1000] + [0] * 99 + [5000] * 300))
     assert found == pytest.approx(100 * BUCKET, abs=0.1)
 
 
 def test_full_rate_from_the_start_is_no_recovery_time() -> None:
-    assert find_seconds_to_full(counts([5000] * 300)) == BUCKET
+    assert find_seconds_to_full(make_counts([5000] * 300)) == BUCKET
 
 
 def test_long_silence_does_not_lower_the_usual_rate() -> None:
-    found = find_seconds_to_full(counts([10] + [0] * 500 + [5000] * 100))
+    found = find_seconds_to_full(make_counts([10] + [0] * 500 + [5000] * 100))
     assert found > 400 * BUCKET

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from tests.contract.harness import wait_until
 from tests.databases import mariadb_server, postgres_server
 from tests.outputs.blocks import make_block, make_values
-from tests.outputs.sql_bench import Bench
+from tests.outputs.event_databases import EventDatabase
 from turnlane.databases import ErrorKind, get_delivery_error, load_dialect
 from turnlane.delivery.destination import LocalDestinationState
 from turnlane.delivery.engine import Engine
@@ -40,17 +40,17 @@ WRITTEN = datetime(2026, 11, 18, 11, 6, 40, 123456, tzinfo=UTC)
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Bench]]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EventDatabase]]:
     file = tmp_path_factory.mktemp("sqlite") / "events.db"
     sqlite3.connect(file).close()
     file.touch()
     with postgres_server() as postgres, mariadb_server() as mariadb:
         urls = {"postgresql": postgres, "mysql": mariadb, "sqlite": f"sqlite:///{file}"}
-        yield {kind: Bench(url) for kind, url in urls.items()}
+        yield {kind: EventDatabase(url) for kind, url in urls.items()}
 
 
 @pytest.fixture(params=["postgresql", "mysql", "sqlite"])
-def bench(request: pytest.FixtureRequest, servers: dict[str, Bench]) -> Bench:
+def database(request: pytest.FixtureRequest, servers: dict[str, EventDatabase]) -> EventDatabase:
     found = servers[request.param]
     found.make_table()
     return found
@@ -63,11 +63,11 @@ def send(output: SqlOutput, block: Block) -> None:
 # ── rows ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_columns_paths_and_ids_become_rows(bench: Bench) -> None:
-    text = "longtext" if bench.kind == "mysql" else "text"
-    time = "text" if bench.kind == "sqlite" else "timestamp(6)"
-    raw = "bytea" if bench.kind == "postgresql" else "blob"
-    bench.make_table(
+def test_columns_paths_and_ids_become_rows(database: EventDatabase) -> None:
+    text = "longtext" if database.kind == "mysql" else "text"
+    time = "text" if database.kind == "sqlite" else "timestamp(6)"
+    raw = "bytea" if database.kind == "postgresql" else "blob"
+    database.make_table(
         f"id bigint, name {text}, at {time}, raw {raw}, team {text}, level double precision, "
         f"who {text}, tags {text}, ok boolean, word {text}"
     )
@@ -98,10 +98,10 @@ def test_columns_paths_and_ids_become_rows(bench: Bench) -> None:
         "ok": "ok",
         "word": "key",
     }
-    with bench.output(columns=columns) as output:
+    with database.make_output(columns=columns) as output:
         output.check()
         send(output, block)
-    rows = bench.run(f"SELECT {', '.join(columns)} FROM events ORDER BY who")
+    rows = database.run(f"SELECT {', '.join(columns)} FROM events ORDER BY who")
     ids, names, times, blobs, *rest = zip(*rows, strict=True)
     assert ids == (7, None, None)
     assert names == ('Zoë "x"\n,\\', None, None)
@@ -121,75 +121,83 @@ def _moment(at: Any) -> Any:
     return datetime.fromisoformat(at) if isinstance(at, str) else at.replace(tzinfo=UTC)
 
 
-def test_json_values_of_mixed_types_become_text(bench: Bench) -> None:
-    bench.make_table("id bigint, note varchar(100)")
+def test_json_values_of_mixed_types_become_text(database: EventDatabase) -> None:
+    database.make_table("id bigint, note varchar(100)")
     values = [b'{"a": 1}', b'{"a": "two"}', b'{"a": {"b": 3}}', b'{"a": 123456789012345678901234}']
-    with bench.output(columns={"id": "offset", "note": "value.a"}) as output:
+    with database.make_output(columns={"id": "offset", "note": "value.a"}) as output:
         send(output, make_block(values))
-    notes = [note for _, note in bench.run("SELECT id, note FROM events ORDER BY id")]
+    notes = [note for _, note in database.run("SELECT id, note FROM events ORDER BY id")]
     assert notes == ["1", "two", '{"b": 3}', "123456789012345678901234"]
 
 
-def test_a_row_replaces_the_row_with_the_same_key(bench: Bench) -> None:
-    with bench.output(key=["id"], columns={"id": "key", "note": "value"}) as output:
+def test_a_row_replaces_the_row_with_the_same_key(database: EventDatabase) -> None:
+    with database.make_output(key=["id"], columns={"id": "key", "note": "value"}) as output:
         keys = pa.array(["1", "2", "1"])
         send(output, make_block([b"one", b"two", b"one again"], key=keys))
-        assert bench.run("SELECT note FROM events ORDER BY id") == [("one again",), ("two",)]
+        assert database.run("SELECT note FROM events ORDER BY id") == [("one again",), ("two",)]
         send(output, make_block([b"two again"], key=pa.array(["2"])))
-        assert bench.run("SELECT note FROM events ORDER BY id") == [("one again",), ("two again",)]
+        assert database.run("SELECT note FROM events ORDER BY id") == [
+            ("one again",),
+            ("two again",),
+        ]
 
 
-def test_rows_with_a_null_in_the_key_replace_no_row(bench: Bench) -> None:
-    bench.make_table("id bigint UNIQUE, note varchar(20)")
-    with bench.output(key=["id"], columns={"id": "key", "note": "value"}) as output:
+def test_rows_with_a_null_in_the_key_replace_no_row(database: EventDatabase) -> None:
+    database.make_table("id bigint UNIQUE, note varchar(20)")
+    with database.make_output(key=["id"], columns={"id": "key", "note": "value"}) as output:
         send(output, make_block(make_values(0, 3), key=pa.array([None, None, "1"])))
         send(output, make_block(make_values(3, 4), key=pa.array([None], pa.string())))
-    assert len(bench.run("SELECT id FROM events")) == 4
+    assert len(database.run("SELECT id FROM events")) == 4
 
 
-def test_a_table_with_only_key_columns_keeps_its_rows(bench: Bench) -> None:
-    bench.make_table("id bigint PRIMARY KEY")
-    with bench.output(key=["id"], columns={"id": "offset"}) as output:
+def test_a_table_with_only_key_columns_keeps_its_rows(database: EventDatabase) -> None:
+    database.make_table("id bigint PRIMARY KEY")
+    with database.make_output(key=["id"], columns={"id": "offset"}) as output:
         for _ in range(2):
             send(output, make_block(make_values(0, 3)))
-    assert bench.ids() == [0, 1, 2]
+    assert database.read_ids() == [0, 1, 2]
 
 
 # ── exactly once ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_events_that_are_sent_again_in_any_order_are_skipped(bench: Bench) -> None:
-    bench.make_table("id bigint, note varchar(20)")  # without a key that would hide repeated rows
+def test_events_that_are_sent_again_in_any_order_are_skipped(database: EventDatabase) -> None:
+    database.make_table(
+        "id bigint, note varchar(20)"
+    )  # without a key that would hide repeated rows
     pieces = [(first, first + 10) for first in range(0, 200, 10)]
     again = [(5, 25), (0, 200), (95, 105)]
     mixed = random.Random(7).sample(pieces, len(pieces))
-    with bench.output(exactly_once=True) as one, bench.output(exactly_once=True) as other:
+    with (
+        database.make_output(exactly_once=True) as one,
+        database.make_output(exactly_once=True) as other,
+    ):
         for first, end in [*mixed[:10], again[0], *mixed[10:], *again]:
             send(one if first % 20 else other, make_block(make_values(first, end), first))
-    assert bench.ids() == list(range(200))
-    assert bench.delivered() == [(0, 200)], "ranges that touch are one"
+    assert database.read_ids() == list(range(200))
+    assert database.read_delivered_ranges() == [(0, 200)], "ranges that touch are one"
 
 
-def test_scattered_offsets_are_recorded_as_separate_ranges(bench: Bench) -> None:
+def test_scattered_offsets_are_recorded_as_separate_ranges(database: EventDatabase) -> None:
     """With `ordering: key`, a task has only some of the events of a range."""
-    bench.make_table("id bigint, note varchar(20)")
+    database.make_table("id bigint, note varchar(20)")
     whole = make_block(make_values(0, 30))
-    with bench.output(exactly_once=True) as output:
+    with database.make_output(exactly_once=True) as output:
         send(output, whole.take(pa.array([1, 2, 3, 9, 20])))
-        assert bench.delivered() == [(1, 4), (9, 10), (20, 21)]
+        assert database.read_delivered_ranges() == [(1, 4), (9, 10), (20, 21)]
         send(output, whole.slice(0, 10))
-        assert bench.delivered() == [(0, 10), (20, 21)]
+        assert database.read_delivered_ranges() == [(0, 10), (20, 21)]
         send(output, whole)
-    assert bench.delivered() == [(0, 30)]
-    assert bench.ids() == list(range(30))
+    assert database.read_delivered_ranges() == [(0, 30)]
+    assert database.read_ids() == list(range(30))
 
 
-def test_queues_nodes_and_names_have_separate_records(bench: Bench) -> None:
-    bench.make_table("id bigint, note varchar(20)")
+def test_queues_nodes_and_names_have_separate_records(database: EventDatabase) -> None:
+    database.make_table("id bigint, note varchar(20)")
     two_nodes = make_block(make_values(0, 4), partition=pa.array([0, 1, 0, 1], pa.int32()))
     with (
-        bench.output(exactly_once=True) as output,
-        bench.output(exactly_once=True, delivered_as="others") as other,
+        database.make_output(exactly_once=True) as output,
+        database.make_output(exactly_once=True, delivered_as="others") as other,
     ):
         for _ in range(2):
             send(output, make_block(make_values(0, 4)))
@@ -197,14 +205,14 @@ def test_queues_nodes_and_names_have_separate_records(bench: Bench) -> None:
             send(output, make_block(make_values(0, 4), queue="invoices"))
             send(other, make_block(make_values(0, 4)))
     # The first two events of node 0 were there already; offsets 1 and 3 of node 1 were not.
-    assert len(bench.ids()) == 4 + 2 + 4 + 4
+    assert len(database.read_ids()) == 4 + 2 + 4 + 4
 
 
 def test_rows_are_not_written_again_after_the_answer_to_a_commit_is_lost(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    database: EventDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.make_table("id bigint, note varchar(20)")
-    with bench.output(exactly_once=True) as output:
+    database.make_table("id bigint, note varchar(20)")
+    with database.make_output(exactly_once=True) as output:
         send(output, make_block(make_values(0, 1), 100))
         with output._writers.borrow() as writer:
             real = writer.transaction
@@ -220,51 +228,51 @@ def test_rows_are_not_written_again_after_the_answer_to_a_commit_is_lost(
             with pytest.raises(RetryLater):
                 send(output, make_block(make_values(0, 10)))
         send(output, make_block(make_values(0, 10)))
-    assert bench.ids() == [*range(10), 100]
+    assert database.read_ids() == [*range(10), 100]
 
 
-def test_deleted_records_raise_an_error_and_are_created_again(bench: Bench) -> None:
+def test_deleted_records_raise_an_error_and_are_created_again(database: EventDatabase) -> None:
     """Without a row to lock, two senders would not notice each other."""
-    with bench.output(exactly_once=True) as output:
+    with database.make_output(exactly_once=True) as output:
         send(output, make_block(make_values(0, 3)))
-        bench.run("DELETE FROM turnlane_delivered")
+        database.run("DELETE FROM turnlane_delivered")
         with pytest.raises(RetryLater, match="the rows of turnlane_delivered were deleted"):
             send(output, make_block(make_values(3, 6), 3))
         send(output, make_block(make_values(3, 6), 3))
-    assert bench.ids() == list(range(6))
-    assert bench.delivered() == [(3, 6)]
+    assert database.read_ids() == list(range(6))
+    assert database.read_delivered_ranges() == [(3, 6)]
 
 
-def test_rows_that_were_not_written_are_not_recorded(bench: Bench) -> None:
-    with bench.output(exactly_once=True) as output:
+def test_rows_that_were_not_written_are_not_recorded(database: EventDatabase) -> None:
+    with database.make_output(exactly_once=True) as output:
         with pytest.raises(Never):
             send(output, make_block([b"fits", b"x" * 100]))
-        assert bench.ids() == []
-        assert bench.delivered() == []
+        assert database.read_ids() == []
+        assert database.read_delivered_ranges() == []
         send(output, make_block([b"fits"]))
-    assert bench.ids() == [0]
+    assert database.read_ids() == [0]
 
 
-def test_several_senders_of_the_same_events_write_them_once(bench: Bench) -> None:
+def test_several_senders_of_the_same_events_write_them_once(database: EventDatabase) -> None:
     """A task that Spark replaced may still run beside its replacement."""
-    bench.make_table("id bigint, note varchar(20)")
+    database.make_table("id bigint, note varchar(20)")
     pieces = [(first, first + 25) for first in range(0, 200, 20)]
     start = threading.Barrier(4)
 
     def write(seed: int) -> None:
         order = random.Random(seed).sample(pieces, len(pieces))
-        with bench.output(exactly_once=True, timeout="60s") as output:
+        with database.make_output(exactly_once=True, timeout="60s") as output:
             start.wait(60)
             for first, end in order:
-                patiently(output, make_block(make_values(first, end), first))
+                send_until_accepted(output, make_block(make_values(first, end), first))
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(4)))
-    assert bench.ids() == list(range(205))
-    assert bench.delivered() == [(0, 205)]
+    assert database.read_ids() == list(range(205))
+    assert database.read_delivered_ranges() == [(0, 205)]
 
 
-def patiently(output: SqlOutput, block: Block) -> None:
+def send_until_accepted(output: SqlOutput, block: Block) -> None:
     def sent() -> bool:
         try:
             send(output, block)
@@ -277,21 +285,23 @@ def patiently(output: SqlOutput, block: Block) -> None:
 
 def test_rows_made_by_sql_cannot_be_delivered_exactly_once() -> None:
     block = make_block(make_values(0, 2)).drop_columns(["offset"])
-    output = Bench("sqlite:///a.db").output(exactly_once=True, columns={"note": "value"})
+    output = EventDatabase("sqlite:///a.db").make_output(
+        exactly_once=True, columns={"note": "value"}
+    )
     with pytest.raises(RetryLater, match="no queue"):
         output.prepare(block)
 
 
-def test_several_rows_of_one_event_are_each_written_once(bench: Bench) -> None:
+def test_several_rows_of_one_event_are_each_written_once(database: EventDatabase) -> None:
     """It does not matter which of the rows are sent again, and together with which others."""
     offsets, rows = pa.array([0, 1, 1, 1, 2]), pa.array([0, 0, 1, 2, 0])
     block = make_block(make_values(0, 5), offset=offsets, turnlane_row=rows)
-    bench.make_table("id varchar(40) PRIMARY KEY, note varchar(20)")
+    database.make_table("id varchar(40) PRIMARY KEY, note varchar(20)")
     columns = {"id": "event_id", "note": "value"}
-    with bench.output(exactly_once=True, columns=columns) as output:
+    with database.make_output(exactly_once=True, columns=columns) as output:
         for part in (block.slice(0, 3), block.slice(2), block, block.slice(3)):
             output.send(output.prepare(part))
-    found = bench.run("SELECT id, note FROM events ORDER BY id")
+    found = database.run("SELECT id, note FROM events ORDER BY id")
     ids = ["0", "1", "1.1", "1.2", "2"]
     assert found == [(f"orders/0/{each}", f"event {at}") for at, each in enumerate(ids)]
 
@@ -305,10 +315,12 @@ def test_find_runs_and_select_outside_agree_with_sets(some: list[int], others: l
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
-def test_cancel_ends_a_write_that_waits_for_a_lock(servers: dict[str, Bench], kind: str) -> None:
-    bench = servers[kind]
-    bench.make_table()
-    bench.run("INSERT INTO events (id, note) VALUES (0, 'there')")
+def test_cancel_ends_a_write_that_waits_for_a_lock(
+    servers: dict[str, EventDatabase], kind: str
+) -> None:
+    database = servers[kind]
+    database.make_table()
+    database.run("INSERT INTO events (id, note) VALUES (0, 'there')")
     failed: list[BaseException] = []
 
     def write() -> None:
@@ -318,8 +330,8 @@ def test_cancel_ends_a_write_that_waits_for_a_lock(servers: dict[str, Bench], ki
             failed.append(error)
 
     with (
-        bench.output(key=["id"], timeout="10m") as output,
-        bench.connected() as other,
+        database.make_output(key=["id"], timeout="10m") as output,
+        database.connect() as other,
         closing(other.cursor()) as cursor,
     ):
         cursor.execute("BEGIN")
@@ -335,7 +347,7 @@ def test_cancel_ends_a_write_that_waits_for_a_lock(servers: dict[str, Bench], ki
         cursor.execute("ROLLBACK")
         assert failed
         send(output, make_block([b"another"]))
-    assert bench.run("SELECT note FROM events") == [("another",)]
+    assert database.run("SELECT note FROM events") == [("another",)]
 
 
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────
@@ -351,30 +363,32 @@ def test_cancel_ends_a_write_that_waits_for_a_lock(servers: dict[str, Bench], ki
     ],
     ids=["too long", "the same key", "null", "no number"],
 )
-def test_a_value_that_the_table_refuses_raises_never(bench: Bench, block: Block) -> None:
-    with bench.output() as output:
+def test_a_value_that_the_table_refuses_raises_never(database: EventDatabase, block: Block) -> None:
+    with database.make_output() as output:
         send(output, make_block([b"first"], 1))
-        if bench.kind == "sqlite" and block.column("offset").to_pylist() == ["one"]:
-            bench.make_table("id integer, note text, CHECK (typeof(id) = 'integer')")
+        if database.kind == "sqlite" and block.column("offset").to_pylist() == ["one"]:
+            database.make_table("id integer, note text, CHECK (typeof(id) = 'integer')")
         with pytest.raises(Never):
             send(output, block)
         send(output, make_block([b"second"], 2))  # the connection still works
 
 
-def test_a_bad_event_becomes_a_dead_letter_and_all_others_are_written_once(bench: Bench) -> None:
+def test_a_bad_event_becomes_a_dead_letter_and_all_others_are_written_once(
+    database: EventDatabase,
+) -> None:
     """The engine of a lane halves the batch until it has found the bad event."""
     values = make_values(0, 400)
     values[123] = b"x" * 21
     settings = DeliverySettings.model_validate({"max_time": "60s"})
     with (
-        bench.output(exactly_once=True) as output,
+        database.make_output(exactly_once=True) as output,
         Engine(output, settings, LocalDestinationState(settings)) as engine,
     ):
         outcome = engine.deliver(make_block(values))
     assert (outcome.delivered, len(outcome.deferred)) == (399, 0)
     assert [letter.numbers.tolist() for letter in outcome.dead] == [[123]]
-    assert bench.ids() == [number for number in range(400) if number != 123]
-    assert bench.delivered() == [(0, 123), (124, 400)]
+    assert database.read_ids() == [number for number in range(400) if number != 123]
+    assert database.read_delivered_ranges() == [(0, 123), (124, 400)]
 
 
 @pytest.mark.parametrize(
@@ -388,9 +402,9 @@ def test_a_bad_event_becomes_a_dead_letter_and_all_others_are_written_once(bench
     ],
 )
 def test_an_error_that_a_person_has_to_correct_is_retried(
-    bench: Bench, knobs: dict[str, Any], message: str
+    database: EventDatabase, knobs: dict[str, Any], message: str
 ) -> None:
-    with bench.output(**knobs) as output, pytest.raises(RetryLater, match=message):
+    with database.make_output(**knobs) as output, pytest.raises(RetryLater, match=message):
         send(output, make_block(make_values(0, 1)))
 
 
@@ -400,7 +414,7 @@ def test_an_unreachable_database_is_retried(tmp_path: Path) -> None:
         "mysql://root@127.0.0.1:1/turnlane",
         f"sqlite:///{tmp_path / 'missing.db'}",
     ):
-        with Bench(url).output() as output:
+        with EventDatabase(url).make_output() as output:
             with pytest.raises(RetryLater):
                 output.check()
             with pytest.raises(RetryLater):
@@ -408,27 +422,27 @@ def test_an_unreachable_database_is_retried(tmp_path: Path) -> None:
 
 
 def test_a_wrong_password_is_retried(
-    servers: dict[str, Bench], monkeypatch: pytest.MonkeyPatch
+    servers: dict[str, EventDatabase], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = servers["mysql"]
-    bench.make_table()
-    bench.run("CREATE USER IF NOT EXISTS shop@localhost IDENTIFIED BY 'right'",
+    database = servers["mysql"]
+    database.make_table()
+    database.run("CREATE USER IF NOT EXISTS shop@localhost IDENTIFIED BY 'right'",
               "GRANT ALL ON turnlane.* TO shop@localhost")  # fmt: skip
-    there = Bench(bench.url.replace("root@", "shop@"))
+    there = EventDatabase(database.url.replace("root@", "shop@"))
     monkeypatch.setenv("TURNLANE_TEST_PASSWORD", "wrong")
-    with there.output(password_env="TURNLANE_TEST_PASSWORD") as output:
+    with there.make_output(password_env="TURNLANE_TEST_PASSWORD") as output:
         with pytest.raises(RetryLater, match="Access denied") as caught:
             output.check()
         assert "wrong" not in str(caught.value)
         monkeypatch.setenv("TURNLANE_TEST_PASSWORD", "right")
         send(output, make_block(make_values(0, 1)))
-    assert bench.ids() == [0]
+    assert database.read_ids() == [0]
 
 
-def test_a_write_waits_for_a_locked_row_and_then_gives_up(bench: Bench) -> None:
-    bench.run("INSERT INTO events (id, note) VALUES (1, 'there')")
-    begin = {"sqlite": "BEGIN IMMEDIATE", "mysql": "BEGIN", "postgresql": "BEGIN"}[bench.kind]
-    with bench.connected() as other, bench.output(key=["id"], timeout="1s") as output:
+def test_a_write_waits_for_a_locked_row_and_then_gives_up(database: EventDatabase) -> None:
+    database.run("INSERT INTO events (id, note) VALUES (1, 'there')")
+    begin = {"sqlite": "BEGIN IMMEDIATE", "mysql": "BEGIN", "postgresql": "BEGIN"}[database.kind]
+    with database.connect() as other, database.make_output(key=["id"], timeout="1s") as output:
         cursor = other.cursor()
         cursor.execute(begin)
         cursor.execute("UPDATE events SET note = 'locked' WHERE id = 1")
@@ -436,7 +450,7 @@ def test_a_write_waits_for_a_locked_row_and_then_gives_up(bench: Bench) -> None:
             send(output, make_block([b"new"], 1))
         cursor.execute("ROLLBACK")
         send(output, make_block([b"new"], 1))
-    assert bench.run("SELECT note FROM events") == [("new",)]
+    assert database.run("SELECT note FROM events") == [("new",)]
 
 
 KILL = {
@@ -455,29 +469,29 @@ LEFT = {
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
 def test_a_connection_closed_by_the_server_is_replaced(
-    servers: dict[str, Bench], kind: str
+    servers: dict[str, EventDatabase], kind: str
 ) -> None:
-    bench = servers[kind]
-    bench.make_table()
-    with bench.output() as output:
+    database = servers[kind]
+    database.make_table()
+    with database.make_output() as output:
         send(output, make_block(make_values(0, 5)))
-        for (found,) in bench.run(KILL[kind]):
+        for (found,) in database.run(KILL[kind]):
             if kind == "mysql":
-                bench.run(f"KILL {found}")
-        wait_until(lambda: not bench.run(LEFT[kind]), "the connection to be closed", 60.0)
+                database.run(f"KILL {found}")
+        wait_until(lambda: not database.run(LEFT[kind]), "the connection to be closed", 60.0)
         with output._writers.borrow() as writer:  # an open connection, old or new
             assert writer.is_open
         send(output, make_block(make_values(5, 10), 5))
-    assert bench.ids() == list(range(10))
+    assert database.read_ids() == list(range(10))
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
 def test_a_connection_lost_in_a_transaction_leaves_no_rows(
-    servers: dict[str, Bench], kind: str, monkeypatch: pytest.MonkeyPatch
+    servers: dict[str, EventDatabase], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = servers[kind]
-    bench.make_table("id bigint, note varchar(20)")
-    with bench.output(exactly_once=True) as output:
+    database = servers[kind]
+    database.make_table("id bigint, note varchar(20)")
+    with database.make_output(exactly_once=True) as output:
         send(output, make_block(make_values(0, 1)))
         with output._writers.borrow() as writer:
             real = writer.insert
@@ -485,21 +499,21 @@ def test_a_connection_lost_in_a_transaction_leaves_no_rows(
         def cut(rows: pa.RecordBatch) -> None:
             real(rows)
             if kind == "postgresql":
-                bench.run(KILL[kind])
+                database.run(KILL[kind])
             else:
                 ((number,),) = writer.execute("SELECT connection_id()", [])
-                bench.run(f"KILL {number}")
+                database.run(f"KILL {number}")
 
         with monkeypatch.context() as patched:
             patched.setattr(writer, "insert", cut)
             with pytest.raises(RetryLater):
                 send(output, make_block(make_values(1, 9), 1))
         send(output, make_block(make_values(0, 9)))
-    assert bench.ids() == list(range(9))
+    assert database.read_ids() == list(range(9))
 
 
-def test_bytes_that_are_not_utf8_do_not_fit_a_text_column(bench: Bench) -> None:
-    with bench.output() as output, pytest.raises(Never):
+def test_bytes_that_are_not_utf8_do_not_fit_a_text_column(database: EventDatabase) -> None:
+    with database.make_output() as output, pytest.raises(Never):
         send(output, make_block([b"\xff\xfe"]))
 
 
@@ -522,7 +536,9 @@ def test_bytes_in_lists_become_base64() -> None:
 
 
 def test_invalid_json_raises_never() -> None:
-    output = Bench("sqlite:///a.db").output(columns={"id": "offset", "note": "value.a"})
+    output = EventDatabase("sqlite:///a.db").make_output(
+        columns={"id": "offset", "note": "value.a"}
+    )
     with pytest.raises(Never, match="not JSON"):
         output.prepare(make_block([b"{}", b"{"]))
 

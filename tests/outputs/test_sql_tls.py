@@ -14,11 +14,11 @@ import pytest
 from tests.certificates import Certificates
 from tests.databases import mariadb_server
 from tests.outputs.blocks import make_block, make_values
-from tests.outputs.sql_bench import Bench
+from tests.outputs.event_databases import EventDatabase
 from turnlane.errors import RetryLater
 
 
-def mine(certificates: Certificates) -> dict[str, Path]:
+def get_client_files(certificates: Certificates) -> dict[str, Path]:
     knob = certificates.client_knob()
     knob["key"].chmod(0o600)  # libpq uses no key that others may read
     return knob
@@ -28,16 +28,18 @@ def test_mariadb_accepts_mutual_tls(certificates: Certificates) -> None:
     cert, key = certificates.server
     options = [f"--ssl-ca={certificates.ca}", f"--ssl-cert={cert}", f"--ssl-key={key}"]
     with mariadb_server(*options) as url:
-        bench = Bench(url)
-        bench.make_table()
-        bench.run("CREATE USER shop@localhost REQUIRE X509", "GRANT ALL ON *.* TO shop@localhost")
-        there = Bench(url.replace("root@", "shop@"))
-        with there.output(tls=mine(certificates)) as output:
+        database = EventDatabase(url)
+        database.make_table()
+        database.run(
+            "CREATE USER shop@localhost REQUIRE X509", "GRANT ALL ON *.* TO shop@localhost"
+        )
+        there = EventDatabase(url.replace("root@", "shop@"))
+        with there.make_output(tls=get_client_files(certificates)) as output:
             output.check()
             output.send(output.prepare(make_block(make_values(0, 3))))
-        assert bench.ids() == [0, 1, 2]
+        assert database.read_ids() == [0, 1, 2]
         for tls in ({"ca": certificates.ca}, {}, None):
-            with there.output(tls=tls) as output, pytest.raises(RetryLater):
+            with there.make_output(tls=tls) as output, pytest.raises(RetryLater):
                 output.check()
 
 
@@ -85,7 +87,7 @@ def test_postgresql_gets_the_client_certificate_and_no_plain_text(
 ) -> None:
     with (
         postgres(certificates.server_context(mutual=True)) as server,
-        Bench(server.url).output(tls=mine(certificates)) as output,
+        EventDatabase(server.url).make_output(tls=get_client_files(certificates)) as output,
         pytest.raises(RetryLater),
     ):
         output.check()
@@ -98,13 +100,13 @@ def test_postgresql_gets_the_client_certificate_and_no_plain_text(
 def test_an_untrusted_postgresql_server_gets_no_data(
     certificates: Certificates, wrong: str, tmp_path: Path
 ) -> None:
-    tls = mine(certificates)
+    tls = get_client_files(certificates)
     if wrong == "an unknown authority":
         tls["ca"] = Certificates(tmp_path).ca
     context = None if wrong == "no TLS" else certificates.server_context(mutual=True)
     with (
         postgres(context) as server,
-        Bench(server.url).output(tls=tls) as output,
+        EventDatabase(server.url).make_output(tls=tls) as output,
         pytest.raises(RetryLater, match=r"SSL|certificate"),
     ):
         output.check()

@@ -39,8 +39,8 @@ def disk() -> FaultyDisk:
     return FaultyDisk()
 
 
-def fails(disk: FaultyDisk, fd: int, at: int = 0, data: bytes = b"x") -> int | None:
-    """The errno of a write, if it failed."""
+def get_write_error(disk: FaultyDisk, fd: int, at: int = 0, data: bytes = b"x") -> int | None:
+    """Return the errno of a write; ``None`` if it succeeded."""
     try:
         disk.write(fd, [data], at)
     except OSError as error:
@@ -51,7 +51,7 @@ def fails(disk: FaultyDisk, fd: int, at: int = 0, data: bytes = b"x") -> int | N
 def test_fault_hits_the_nth_call_as_often_as_planned(disk: FaultyDisk, tmp_path: Path) -> None:
     fd = disk.open(tmp_path / "file", create=True)
     disk.fail("write", nth=2, times=2, error=errno.EROFS)
-    outcomes = [fails(disk, fd) for _ in range(4)]
+    outcomes = [get_write_error(disk, fd) for _ in range(4)]
     assert outcomes == [None, errno.EROFS, errno.EROFS, None]
     assert disk.operations["write"] == 4
 
@@ -59,9 +59,9 @@ def test_fault_hits_the_nth_call_as_often_as_planned(disk: FaultyDisk, tmp_path:
 def test_fault_without_end_lasts_until_cleared(disk: FaultyDisk, tmp_path: Path) -> None:
     fd = disk.open(tmp_path / "file", create=True)
     disk.fail("write", times=None)
-    assert [fails(disk, fd) for _ in range(3)] == [errno.EIO] * 3
+    assert [get_write_error(disk, fd) for _ in range(3)] == [errno.EIO] * 3
     disk.clear()
-    assert fails(disk, fd) is None
+    assert get_write_error(disk, fd) is None
 
 
 def test_fault_with_match_hits_only_matching_files(disk: FaultyDisk, tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_full_disk_accepts_allocated_bytes(disk: FaultyDisk, tmp_path: Path) -> 
     fd = disk.open(tmp_path / "file", create=True)
     disk.allocate(fd, 100)
     disk.fill()
-    assert fails(disk, fd, 0, bytes(100)) is None
-    assert fails(disk, fd, 100) == errno.ENOSPC
+    assert get_write_error(disk, fd, 0, bytes(100)) is None
+    assert get_write_error(disk, fd, 100) == errno.ENOSPC
     with pytest.raises(OSError, match="No space"):
         disk.allocate(fd, 101)
 
@@ -136,7 +136,7 @@ def test_deleted_files_free_space(disk: FaultyDisk, tmp_path: Path, way: str) ->
     other = disk.open(tmp_path / "other", create=True)
     disk.write(other, [bytes(10)], 0)
     disk.fill()
-    assert fails(disk, fd) == errno.ENOSPC
+    assert get_write_error(disk, fd) == errno.ENOSPC
     {
         "unlink": lambda: disk.unlink(tmp_path / "other"),
         "truncate": lambda: disk.truncate(other, 0),
@@ -144,8 +144,8 @@ def test_deleted_files_free_space(disk: FaultyDisk, tmp_path: Path, way: str) ->
         "drain": lambda: disk.drain(10),
         "unfill": disk.unfill,
     }[way]()
-    assert fails(disk, fd, 0, bytes(10)) is None
-    assert fails(disk, fd, 10) == (None if way == "unfill" else errno.ENOSPC)
+    assert get_write_error(disk, fd, 0, bytes(10)) is None
+    assert get_write_error(disk, fd, 10) == (None if way == "unfill" else errno.ENOSPC)
 
 
 def test_delayed_call_does_not_delay_others(disk: FaultyDisk, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ COLUMNS = {
 }
 
 
-class Bench:
+class EventDatabase:
     """A database with a table ``events``."""
 
     def __init__(self, url: str) -> None:
@@ -28,7 +28,7 @@ class Bench:
         self.kind = urlsplit(url).scheme
 
     @contextmanager
-    def connected(self) -> Iterator[Any]:
+    def connect(self) -> Iterator[Any]:
         """Open a connection of the test, to read the table and to disturb the output."""
         parts = urlsplit(self.url)
         if self.kind == "postgresql":
@@ -50,7 +50,7 @@ class Bench:
     def run(self, *statements: str) -> list[tuple[Any, ...]]:
         """Run statements; returns the rows of the last one."""
         rows: Sequence[Any] = ()
-        with self.connected() as connection, closing(connection.cursor()) as cursor:
+        with self.connect() as connection, closing(connection.cursor()) as cursor:
             for statement in statements:
                 cursor.execute(statement)
             if cursor.description:
@@ -64,10 +64,10 @@ class Bench:
             f"CREATE TABLE events ({columns or COLUMNS[self.kind]})",
         )
 
-    def ids(self) -> list[int]:
+    def read_ids(self) -> list[int]:
         return [row[0] for row in self.run("SELECT id FROM events ORDER BY id")]
 
-    def delivered(self) -> list[tuple[int, int]]:
+    def read_delivered_ranges(self) -> list[tuple[int, int]]:
         """Return the recorded ranges of offsets."""
         mark = "`" if self.kind == "mysql" else '"'
         first, end = f"{mark}first{mark}", f"{mark}end{mark}"
@@ -76,7 +76,7 @@ class Bench:
         )
         return [(int(first), int(end)) for first, end in found]
 
-    def output(self, **knobs: Any) -> SqlOutput:
+    def make_output(self, **knobs: Any) -> SqlOutput:
         given = {
             "type": "sql",
             "url": self.url,
