@@ -33,10 +33,11 @@ from turnlane.spark.by_reference import SPAN_ROW_SCHEMA
 from turnlane.spark.lane import BlockedReason, BreakerPoller, FullQueuePoller
 from turnlane.spark.lane_reader import LaneReader
 from turnlane.spark.lane_shape import (
+    LaneShape,
     build_lane_step,
     build_main_steps,
-    can_copy_by_reference,
-    can_deliver_by_reference,
+    choose_action_shape,
+    choose_main_shape,
     find_task_columns,
 )
 from turnlane.spark.nodes import BreakerClient, Nodes
@@ -110,7 +111,7 @@ class Loop:
             )
         )
         nodes = Nodes.from_options(options)
-        self._held_up = BlockedReason(
+        self._blocked_reason = BlockedReason(
             BreakerPoller(BreakerClient(nodes)),
             list_required_paths(steps),
             FullQueuePoller(nodes, into),
@@ -142,7 +143,7 @@ class Loop:
 
     def suspension(self) -> Suspension | None:
         """Return why the lane does not send."""
-        return self._held_up()
+        return self._blocked_reason()
 
 
 class Pipe:
@@ -184,7 +185,7 @@ class Pipe:
 def _main(url: str, settings: PipelineSettings, lane: LaneSettings) -> Loop:
     steps = build_main_steps(settings)
     into = [action.name for action in settings.queued_actions]
-    if steps or not can_copy_by_reference(settings):
+    if choose_main_shape(settings) is LaneShape.ROUTE_ROWS:
         return Loop(url, MAIN, lane, steps, _router(settings.actions), into=into)
     copies = [action.name for action in settings.actions]
     return Loop(url, MAIN, lane, steps, _numberer(settings.actions), copies=copies, into=into)
@@ -192,7 +193,8 @@ def _main(url: str, settings: PipelineSettings, lane: LaneSettings) -> Loop:
 
 def _lane(url: str, action: ActionSettings) -> Loop:
     steps, wanted = [build_lane_step(action)], find_task_columns(action)
-    if wanted is None or not can_deliver_by_reference(action):
+    shape = choose_action_shape(action, is_stateful=False)
+    if wanted is None or shape is not LaneShape.DELIVER_BY_REFERENCE:
         return Loop(url, action.name, action.lane, steps, with_payload)
     return Loop(url, action.name, action.lane, steps, lambda rows: rows, reads=wanted)
 
@@ -231,8 +233,8 @@ def _numberer(actions: Sequence[ActionSettings]) -> Change:
             sum(1 << at for at, each in enumerate(actions) if each.filter == word)
             for word in _words(rows)
         ]
-        places = rows.select(["partition", "offset"]).append_column(ROUTES, pa.array(bits))
-        return places.filter(pa.array(np.array(bits) != 0))
+        refs = rows.select(["partition", "offset"]).append_column(ROUTES, pa.array(bits))
+        return refs.filter(pa.array(np.array(bits) != 0))
 
     return numbered
 

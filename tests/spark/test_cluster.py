@@ -30,7 +30,7 @@ nodes: {token_env: TURNLANE_TEST_TOKEN}
 transform: slow:slowly
 lane: {max_events: 100, workers: 2, worker_minimum_events: 50}
 actions:
-  - name: held        # a lane that waits for more than ever comes: its queue keeps everything
+  - name: held        # its lane waits for more events than arrive, so its queue keeps all
     filter: cast(cast(value as string) as int) % 2 = 0
     queue: disk
     lane: {min_events: 1000000000, max_age: 1d}

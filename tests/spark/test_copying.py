@@ -44,7 +44,7 @@ def node(tmp_path: Path) -> Iterator[Served]:
 
 def copy_events(node: Served, routes: dict[int, int]) -> TaskResult:
     """Copy the events at some offsets by their route bits, and commit the stages."""
-    places = pa.record_batch(
+    refs = pa.record_batch(
         {
             "partition": pa.array(np.zeros(len(routes), np.int32)),
             "offset": pa.array(list(routes), pa.int64()),
@@ -53,7 +53,7 @@ def copy_events(node: Served, routes: dict[int, int]) -> TaskResult:
     )
     options = LaneWriteOptions(endpoint=node.url, lane="main", run="1", copies=QUEUES)
     with ExitStack() as opened:
-        done = CopyTask(options, opened).run(iter([places.slice(0, 0), places]))
+        done = CopyTask(options, opened).run(iter([refs.slice(0, 0), refs]))
     node.node.commits.commit(Commit(done.stages.get(0, ())))
     return done
 

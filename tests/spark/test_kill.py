@@ -56,7 +56,7 @@ node:
 main: {durability: interval}
 parse: {format: json, on_error: dead}
 actions:
-  - name: held        # a lane that waits for more than ever comes: its queue keeps everything
+  - name: held        # its lane waits for more events than arrive, so its queue keeps all
     filter: data:n::int % 3 = 0
     queue: disk
     lane: {min_events: 1000000000, max_age: 1d}
@@ -69,7 +69,7 @@ actions:
     queue: disk
     lane: {min_events: 1}
     output: {type: spark, format: parquet, path: archive, columns: [cast(data:n as int) as n]}
-  - name: counts      # remembers what it has seen
+  - name: counts      # keeps state
     queue: disk
     sql: SELECT data:n::int % 3 AS rest, count(*) AS events FROM events GROUP BY 1
     output_mode: complete
@@ -110,7 +110,7 @@ class Publisher(threading.Thread):
         super().__init__(name="publisher")
         self.url = url
         self.sent = 0
-        self.told = 0
+        self.acked = 0
         self.heard = threading.Condition()
         self.ending = threading.Event()
         self.failure: BaseException | None = None
@@ -133,11 +133,11 @@ class Publisher(threading.Thread):
             assert producer.flush(PATIENCE)
 
     def _may_go_on(self) -> bool:
-        return self.sent - self.told < AHEAD or self.ending.is_set()
+        return self.sent - self.acked < AHEAD or self.ending.is_set()
 
     def _hear(self, ack: turnlane.Ack) -> None:
         with self.heard:
-            self.told += ack.count
+            self.acked += ack.count
             self.heard.notify()
 
     def end(self) -> None:
@@ -227,7 +227,7 @@ def test_each_event_arrives_once_after_any_kill(
     wait_for_progress(victim)
     publisher.end()
     assert publisher.failure is None
-    assert publisher.told == publisher.sent
+    assert publisher.acked == publisher.sent
     for queue in ("main", "files", "archive", "counts"):
         wait_until(lambda q=queue: is_empty(victim.client, q), f"{queue} to drain", PATIENCE)  # type: ignore[misc]
     check(victim, publisher.sent)
@@ -253,11 +253,11 @@ def get_held_end(victim: Victim, beyond: int = -1) -> int | None:
 
 
 def wait_for_events(publisher: Publisher, count: int) -> None:
-    wanted = publisher.told + count
+    wanted = publisher.acked + count
 
     def heard() -> bool:
         assert publisher.failure is None, publisher.failure
-        return publisher.told >= wanted
+        return publisher.acked >= wanted
 
     wait_until(heard, "events to be persisted", PATIENCE)
 

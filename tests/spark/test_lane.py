@@ -195,42 +195,42 @@ class TestQueryEvents:
         assert (status.restarts, status.rows) == (1, 8)
 
     def test_progress_handler_is_called_on_the_lanes_thread(self) -> None:
-        seen: list[tuple[str, int]] = []
+        batches: list[tuple[str, int]] = []
         query = Query()
 
         def watch(found: StreamingQueryProgress) -> None:
-            seen.append((threading.current_thread().name, found.batchId))
+            batches.append((threading.current_thread().name, found.batchId))
 
         lane = start_lane(query, watch)
         query.finish_batch(0, 1)
         query.late = [query.make_event(1, 1)]
         wait_until(lambda: lane.status.batches == 1)
         stop_lane(lane, query)
-        assert seen == [("lane-a", 0), ("lane-a", 1)]
+        assert batches == [("lane-a", 0), ("lane-a", 1)]
 
 
 class TestWithoutEvents:
     def test_idle_query_is_reported_as_running(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lanes, "POLL_SECONDS", NEVER)
-        seen: list[int] = []
+        batches: list[int] = []
         query = Query()
         query.lastProgress = progress(query.runId, 7, 0)
-        lane = start_lane(query, lambda found: seen.append(found.batchId))
+        lane = start_lane(query, lambda found: batches.append(found.batchId))
         wait_until(lambda: lane.status.state is LaneState.RUNNING)
         assert stop_lane(lane, query).batches == 0
-        assert seen == [7]
+        assert batches == [7]
 
     def test_progress_handler_is_called_again_with_the_last_progress(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(lanes, "POLL_SECONDS", 0.001)
-        seen: list[int] = []
+        batches: list[int] = []
         query = Query()
-        lane = start_lane(query, lambda found: seen.append(found.batchId))
+        lane = start_lane(query, lambda found: batches.append(found.batchId))
         query.finish_batch(3, 1)
-        wait_until(lambda: len(seen) > 2)
+        wait_until(lambda: len(batches) > 2)
         assert stop_lane(lane, query).batches == 1
-        assert set(seen) == {3}
+        assert set(batches) == {3}
 
     def test_end_without_an_event_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lanes, "POLL_SECONDS", 0.001)

@@ -200,12 +200,12 @@ def test_breakers_of_all_lanes_are_read_in_one_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lane, "POLL_SECONDS", 3600.0)
-    gates = BreakerPoller(
+    poller = BreakerPoller(
         BreakerClient(Nodes.from_options(WriteOptions.from_spark({"endpoint": world.node.url})))
     )
     lanes = [
-        BlockedReason(gates, ways)
-        for ways in ([[DeliveryPath(action="a")]], [[DeliveryPath(action="b")]], [])
+        BlockedReason(poller, paths)
+        for paths in ([[DeliveryPath(action="a")]], [[DeliveryPath(action="b")]], [])
     ]
     assert [lane() for lane in lanes] == [None] * 3
     assert node_calls == [("breakers", {"actions": ["a", "b"]})]

@@ -89,9 +89,9 @@ class TestTaskSpans:
         assert found == offsets(spans)
 
     @given(st.lists(st.integers(0, 300)))
-    def test_offsets_are_converted_to_spans(self, places: list[int]) -> None:
-        spans = convert_to_spans(np.array(places, dtype=np.int64))
-        assert spans == list(RangeSet((place, place + 1) for place in places))
+    def test_offsets_are_converted_to_spans(self, offsets: list[int]) -> None:
+        spans = convert_to_spans(np.array(offsets, dtype=np.int64))
+        assert spans == list(RangeSet((offset, offset + 1) for offset in offsets))
 
 
 class TestBatch:

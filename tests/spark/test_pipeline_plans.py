@@ -85,11 +85,11 @@ def test_copying_by_reference_routes_events_by_their_filters(
     node.publish("main", values, sources=sources)
     columns = "value binary, source string, offset bigint, severity tinyint, timestamp timestamp"
     rows = [(value, sources[at], at, None, None) for at, value in enumerate(values)]
-    seen = parse_events(spark.createDataFrame(rows, columns), ParseSettings(format=Format.SYSLOG))
-    seen = seen.withColumn("queue", lit("main"))
+    events = parse_events(spark.createDataFrame(rows, columns), ParseSettings(format=Format.SYSLOG))
+    events = events.withColumn("queue", lit("main"))
     pipeline.start()
     for at, each in enumerate(filters):
-        expected = sorted(bytes(row.value) for row in seen.where(each).collect())
+        expected = sorted(bytes(row.value) for row in events.where(each).collect())
         assert expected
         path = tmp_path / str(at)
         wait_until(partial(has_all_lines, path, expected), f"all of {each}", PATIENCE)

@@ -19,16 +19,16 @@ class EventCollector:
     """The events of the queries of one name."""
 
     def __init__(self) -> None:
-        self.news: list[QueryEvent] = []
+        self.events: list[QueryEvent] = []
         self.ended = threading.Event()
 
-    def __call__(self, news: QueryEvent) -> None:
-        self.news.append(news)
-        if news.progress is None:
+    def __call__(self, event: QueryEvent) -> None:
+        self.events.append(event)
+        if event.progress is None:
             self.ended.set()
 
     def runs(self) -> set[str]:
-        return {each.run for each in self.news}
+        return {each.run for each in self.events}
 
 
 @pytest.fixture
@@ -61,20 +61,20 @@ def test_each_batch_is_an_event_followed_by_the_end(
     finally:
         listener.stop()
     assert mine.runs() == {str(query.runId)}
-    *batches, last = [each.progress for each in mine.news]
+    *batches, last = [each.progress for each in mine.events]
     assert last is None
     assert [each and each.batchId for each in batches] == list(range(FILES))
     assert sum(each.numInputRows for each in batches if each) == sum(range(FILES + 1))
-    assert not other.news
+    assert not other.events
 
 
 class FailingCollector(EventCollector):
     """A handler that raises at the events of the first batches."""
 
-    def __call__(self, news: QueryEvent) -> None:
-        if news.progress is not None and news.progress.batchId < 2:
+    def __call__(self, event: QueryEvent) -> None:
+        if event.progress is not None and event.progress.batchId < 2:
             raise ValueError("cannot take it")
-        super().__call__(news)
+        super().__call__(event)
 
 
 def test_failing_handler_does_not_stop_later_events(
@@ -89,8 +89,8 @@ def test_failing_handler_does_not_stop_later_events(
         assert hard.ended.wait(PATIENCE)
     finally:
         listener.stop()
-    told = [each.progress and each.progress.batchId for each in hard.news]
-    assert told == [*range(2, FILES), None]
+    batches = [each.progress and each.progress.batchId for each in hard.events]
+    assert batches == [*range(2, FILES), None]
     errors = [str(each.exc_info[1]) for each in caplog.records if each.exc_info]
     assert errors.count("cannot take it") == 2
     assert 'query_events.dispatch_failed event_text="no json"' in caplog.text
@@ -106,7 +106,7 @@ def test_failed_run_sends_its_end(spark: SparkSession, lines: DataFrame, tmp_pat
         assert mine.ended.wait(PATIENCE)
     finally:
         listener.stop()
-    assert [each.progress for each in mine.news] == [None]
+    assert [each.progress for each in mine.events] == [None]
 
 
 def test_run_started_before_the_listener_is_ignored(
@@ -128,8 +128,8 @@ def test_run_started_before_the_listener_is_ignored(
     finally:
         for each in listeners:
             each.stop()
-    assert len(early.news) == FILES + 1
-    assert not late.news
+    assert len(early.events) == FILES + 1
+    assert not late.events
 
 
 def test_runs_leave_no_threads(spark: SparkSession, lines: DataFrame, tmp_path: Path) -> None:

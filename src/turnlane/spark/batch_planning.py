@@ -13,7 +13,7 @@ Two kinds of queries read queues:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Self
 
@@ -76,7 +76,8 @@ class QueryPosition:
         """Decode an offset that Spark has stored."""
         parts = dict(offset)
         starts, queue_ids = parts.pop(START_FIELD, {}), parts.pop(QUEUE_IDS_FIELD, {})
-        return cls(*map(_number_keys, (parts, starts, queue_ids)))
+        fields = parts, starts, queue_ids
+        return cls(*({int(node): each for node, each in part.items()} for part in fields))
 
     def to_offset(self) -> Offset:
         """Encode the position for Spark."""
@@ -106,10 +107,6 @@ class QueryPosition:
     def is_other_queue(self, node: int, queue_id: str) -> bool:
         """Whether the position is known to belong to another queue than the one with this id."""
         return self.queue_ids.get(node, queue_id) != queue_id
-
-
-def _number_keys(part: Mapping[str, Any]) -> dict[int, Any]:
-    return {int(node): each for node, each in part.items()}
 
 
 def _text_keys(part: Mapping[int, Any]) -> dict[str, Any]:
@@ -218,14 +215,11 @@ def split_into_tasks(
         elif ordering is Ordering.KEY:
             found += [TaskSpans(node, spans, part, tasks[node]) for part in range(tasks[node])]
         else:
-            found += [TaskSpans(node, piece) for piece in _cut_spans(spans, count, tasks[node])]
+            cuts = [count * task // tasks[node] for task in range(tasks[node] + 1)]
+            for first, end in itertools.pairwise(cuts):
+                piece = take_newest(take_oldest(spans, end), end - first)
+                found.append(TaskSpans(node, tuple(piece)))
     return found
-
-
-def _cut_spans(spans: Sequence[Span], count: int, pieces: int) -> Iterator[tuple[Span, ...]]:
-    cuts = [count * piece // pieces for piece in range(pieces + 1)]
-    for first, end in itertools.pairwise(cuts):
-        yield tuple(take_newest(take_oldest(spans, end), end - first))
 
 
 QUICK_SHARE: Final = 0.5

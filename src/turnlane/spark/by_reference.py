@@ -72,29 +72,20 @@ class CopyTask:
         """Have the nodes copy all events; returns the stages for the driver to commit."""
         for rows in batches:
             for node, part in split_by_node(rows) if rows.num_rows else ():
-                for offsets, routes in _list_routes(part):
-                    columns = [offsets, routes]
-                    block = pa.RecordBatch.from_arrays(columns, names=COPY_SCHEMA.names).cast(
-                        COPY_SCHEMA
-                    )
-                    self._get_writer(node).write(block)
+                self._copy(node, part)
         return TaskResult({node: each.finish_all() for node, each in self._writers.items()})
 
-    def _get_writer(self, node: int) -> StageWriter:
+    def _copy(self, node: int, rows: pa.RecordBatch) -> None:
         if node not in self._writers:
             assert self._options.lane is not None
             writer = self._nodes[node].copy(self._options.lane, self._options.copies or ())
             self._writers[node] = self._opened.enter_context(writer)
-        return self._writers[node]
-
-
-def _list_routes(rows: pa.RecordBatch) -> Iterator[tuple[pa.Array[Any], pa.Array[Any]]]:
-    """Yield offsets, in order, with their routes."""
-    if GROUP_OFFSETS in rows.schema.names:
-        for offsets, routes in ungroup_rows(rows):
-            yield pa.array(offsets), pa.array(routes)
-    else:
-        yield rows.column("offset"), rows.column(ROUTES)
+        parts: Iterable[tuple[Any, Any]] = [(rows.column("offset"), rows.column(ROUTES))]
+        if GROUP_OFFSETS in rows.schema.names:
+            parts = ((pa.array(each), pa.array(routes)) for each, routes in ungroup_rows(rows))
+        for offsets, routes in parts:
+            block = pa.RecordBatch.from_arrays([offsets, routes], names=COPY_SCHEMA.names)
+            self._writers[node].write(block.cast(COPY_SCHEMA))
 
 
 def group_rows(rows: Block, schema: pa.Schema) -> Block:
@@ -147,7 +138,10 @@ def _encode(values: Any) -> tuple[npt.NDArray[np.int32], int]:  # noqa: ANN401
 def ungroup_rows(rows: Block) -> Iterator[tuple[Numbers, Numbers]]:
     """Yield the offsets, in order, and the routes of the events in groups, block by block."""
     firsts, routes = np.asarray(rows.column("offset")), np.asarray(rows.column(ROUTES))
-    bounds, distances = _get_group_offsets(rows.column(GROUP_OFFSETS))
+    column: Any = rows.column(GROUP_OFFSETS)
+    _, ends, contents = column.buffers()
+    bounds = np.frombuffer(ends, np.int32)[column.offset : column.offset + len(column) + 1]
+    bounds, distances = bounds // _OFFSET_WIDTH, np.frombuffer(contents, np.int32)
     changes = np.flatnonzero(np.diff(firsts)) + 1
     for start, end in zip([0, *changes], [*changes, len(firsts)], strict=True):
         mine = distances[bounds[start] : bounds[end]]
@@ -155,15 +149,6 @@ def ungroup_rows(rows: Block) -> Iterator[tuple[Numbers, Numbers]]:
         by_distance[mine] = np.repeat(routes[start:end], np.diff(bounds[start : end + 1]))
         present = np.flatnonzero(by_distance)
         yield firsts[start] + present, by_distance[present]
-
-
-def _get_group_offsets(
-    column: Any,  # noqa: ANN401
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return where the offsets of each row begin and end, and the offsets of all rows."""
-    _, bounds, contents = column.buffers()
-    ends = np.frombuffer(bounds, np.int32)[column.offset : column.offset + len(column) + 1]
-    return ends // _OFFSET_WIDTH, np.frombuffer(contents, np.int32)
 
 
 # ── delivering: the lane of an action ──

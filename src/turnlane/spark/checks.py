@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
@@ -72,7 +71,11 @@ def _check_all(
     events = _check_plan("transform", lambda: apply_transform(parsed, settings))
     with issues.collect():
         _refuse_own_columns("transform", events)
-        _refuse_state("transform", events)
+        operation = find_stateful_operation(events)
+        if operation is not None:  # The main lane has only its cursor in the node.
+            why = f"{operation} has to remember events, which only the lane of an action does"
+            advice = "do it in the transform, or sql, of an action with a queue"
+            raise ConfigError("transform", f"{why}: {advice}")
     queued = make_stream(spark, get_queue_schema(spark, settings))
     queued = restore_from_queue(queued, settings)
     own_queues = {action.name for action in settings.queued_actions}
@@ -152,7 +155,7 @@ def _check_sink(
         try:
             can_stream_into(rows.sparkSession, sink.format)
         except ConfigError as error:
-            raise _replace_place(error, f"{where}.format") from error
+            raise ConfigError(f"{where}.format", get_message(error)) from error
     written = _check_plan(f"{where}.columns", partial(select_sink_columns, rows, sink))
     columns = {name.lower() for name in written.columns}
     for name in sink.partition_by:
@@ -195,14 +198,6 @@ def _refuse_own_columns(place: str, rows: DataFrame) -> None:
             )
 
 
-def _refuse_state(place: str, rows: DataFrame) -> None:
-    """Refuse state in the main lane, which has only its cursor in the node."""
-    operation = find_stateful_operation(rows)
-    if operation is not None:
-        why = f"{operation} has to remember events, which only the lane of an action does"
-        raise ConfigError(place, f"{why}: do it in the transform, or sql, of one with a queue")
-
-
 def _check_plan(
     place: str, make: Callable[[], DataFrame], mode: str | None = "append"
 ) -> DataFrame:
@@ -213,14 +208,10 @@ def _check_plan(
         if mode is not None:
             check_streaming_plan(rows, mode)
     except ConfigError as error:
-        raise _replace_place(error, place) from error
+        raise ConfigError(place, get_message(error)) from error
     except Exception as error:
         raise ConfigError(place, describe_failure(error)) from error
     return rows
-
-
-def _replace_place(error: ConfigError, place: str) -> ConfigError:
-    return ConfigError(place, get_message(error))
 
 
 # ── test cases ──
@@ -240,18 +231,31 @@ class CaseTrial:
         self._routed = routed.cache()
 
     def collect_results(self) -> Iterator[tuple[str, list[CaseRow]]]:
-        """Yield the rows of each action that the case expects something of."""
+        """Yield the rows of each action that the case expects something of, as outputs get them."""
         try:
             for action in self._settings.actions:
                 if action.name in self._case.expect:
                     rows = apply_action(action, self._select_routed(action), self._read_queue)
-                    yield action.name, _collect_rows(rows)
+                    columns = [name for name in rows.columns if name not in (QUEUE_COLUMN, DIRECT)]
+                    payloads = add_payload(rows, "json").select(F.col(PAYLOAD).cast("string"))
+                    # JSON leaves out columns that are null.
+                    nulls = dict.fromkeys(columns)
+                    found: list[CaseRow] = [
+                        {**nulls, **json.loads(row[0])} for row in payloads.collect()
+                    ]
+                    yield action.name, found
         finally:
             self._routed.unpersist()
 
     def _make_table(self, events: Sequence[CaseEvent]) -> DataFrame:
         now = datetime.now(UTC)
-        rows = [_make_row(event, now, at) for at, event in enumerate(events)]
+        rows = []
+        for offset, event in enumerate(events):
+            value = None if event.value is None else bytearray(event.value.encode())
+            time = event.timestamp or now
+            time = time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+            given = (event.key, value, time, event.severity, event.source)
+            rows.append((*given, MAIN, 0, offset, event.headers))
         return self._spark.createDataFrame(rows, get_read_schema(include_headers=True))
 
     def _select_routed(self, action: ActionSettings) -> DataFrame:
@@ -269,19 +273,3 @@ class CaseTrial:
             if action.name == name:
                 return self._select_routed(action)
         return self._source.limit(0)
-
-
-def _make_row(event: CaseEvent, now: datetime, offset: int) -> tuple[Any, ...]:
-    """Return an event in the order of ``get_read_schema``."""
-    value = None if event.value is None else bytearray(event.value.encode())
-    time = event.timestamp or now
-    time = time if time.tzinfo is not None else time.replace(tzinfo=UTC)
-    position = (MAIN, 0, offset)
-    return (event.key, value, time, event.severity, event.source, *position, event.headers)
-
-
-def _collect_rows(events: DataFrame) -> list[CaseRow]:
-    """Return rows as outputs get them, in JSON; columns that JSON leaves out are null."""
-    columns = [name for name in events.columns if name not in (QUEUE_COLUMN, DIRECT)]
-    payloads = add_payload(events, "json").select(F.col(PAYLOAD).cast("string")).collect()
-    return [{**dict.fromkeys(columns), **json.loads(row[0])} for row in payloads]

@@ -24,7 +24,6 @@ from turnlane.intervals import Span, count_offsets
 from turnlane.spark.batch_planning import (
     TAKEN_EVENTS,
     BatchSize,
-    BatchWait,
     TaskSpans,
     select_batch,
     split_into_tasks,
@@ -55,7 +54,6 @@ class LaneReader(DataSourceStreamReader):
         self._batch_number = 0
         self._batch_started: float | None = None
         """When the last batch was planned; ``None`` after its result was used."""
-        self._wait = BatchWait(options.min_offsets_per_trigger, options.max_trigger_delay)
         self._latest_ends: LaneOffset = {}
         self._suspension = Suspension(0.0)
         """As it was when events were waiting last."""
@@ -88,7 +86,7 @@ class LaneReader(DataSourceStreamReader):
                 time.sleep(min(self._suspension.wait, options.poll_timeout))
                 return start
         self._adjust_size(found)
-        if not self._has_enough(pending):
+        if not self._scan.has_enough(pending) or not pending:
             return start
         spans = {node: each.spans for node, each in found.items()}
         self._batch = select_batch(spans, *self._get_batch_limits())
@@ -123,13 +121,6 @@ class LaneReader(DataSourceStreamReader):
         kept = sum(each.kept for each in found.values())
         self._size = self._size.adjust(planned, min(kept, planned), took)
         self._batch_started = None
-
-    def _has_enough(self, pending: int) -> bool:
-        wait = self._wait.compute_wait(pending, time.monotonic())
-        if wait:
-            # Spark asks again at once: without a sleep it would keep a core busy.
-            time.sleep(min(self._options.poll_timeout, wait))
-        return bool(pending) and not wait
 
     def _count_batch(self) -> int:
         return sum(map(count_offsets, self._batch.values()))

@@ -39,10 +39,9 @@ from turnlane.events import Block
 from turnlane.intervals import convert_to_spans
 from turnlane.logs import get_logger
 from turnlane.outputs import api
-from turnlane.outputs.api import OutputSettings
 from turnlane.pipeline.settings import FAILOVER
 from turnlane.spark.by_reference import read_events
-from turnlane.spark.nodes import BreakerClient, Nodes, get_open_seconds, split_by_node
+from turnlane.spark.nodes import BreakerClient, Nodes, split_by_node
 from turnlane.spark.options import LaneWriteOptions
 from turnlane.spark.row_codec import (
     QUEUE_COLUMN,
@@ -135,10 +134,14 @@ class LaneTask(QueueTask):
 
     def _add_result(self, rows: Block, result: StepResult) -> None:
         """Note deferred events and stage dead letters."""
-        has_offsets = self._has_offsets(rows)
+        names = rows.schema.names
+        has_offsets = self._options.lane is not None and {"partition", "offset"} <= set(names)
         if result.deferred.any():
-            if not has_offsets:
-                raise self._make_retry_error(int(result.deferred.sum()))
+            if not has_offsets:  # The whole batch comes again.
+                states = self._breakers.get_states([step.action for step in self._options.steps])
+                errors = (each["error"] for each in states.values() if each["error"])
+                count, why = int(result.deferred.sum()), next(errors, "no time left")
+                raise RetryLater(f"{count} rows of a batch were not delivered: {why}")
             _add_offsets(self._deferred, rows, result.deferred)
         for dead in result.dead:
             # The dead letters of an event that comes again would come again, too.
@@ -169,15 +172,6 @@ class LaneTask(QueueTask):
         if self._options.routed or not is_possible:
             raise error
         self._dead_letter_error = error
-
-    def _has_offsets(self, rows: Block) -> bool:
-        return self._options.lane is not None and {"partition", "offset"} <= set(rows.schema.names)
-
-    def _make_retry_error(self, count: int) -> RetryLater:
-        """Return the error by which a whole batch comes again: its rows have no offsets."""
-        states = self._breakers.get_states([step.action for step in self._options.steps])
-        why = next((each["error"] for each in states.values() if each["error"]), "no time left")
-        return RetryLater(f"{count} rows of a batch were not delivered: {why}")
 
 
 def _filter(rows: Block, mask: Mask) -> Block:
@@ -344,11 +338,15 @@ class StepDelivery:
         except RetryLater as error:
             log.warning("delivery.breaker_unknown", action=action, error=error)
             return False
-        return get_open_seconds(states, action) >= failover.after
+        return float(states.get(action, {}).get("open_for") or 0.0) >= failover.after
 
     def _open_engine(self, name: str, settings: dict[str, Any]) -> Engine:
         kind = api.load(settings["type"])
         output = self._opened.enter_context(kind(kind.settings_type.model_validate(settings)))
+        # At least the timeouts of the output: a send that is given up sooner may still arrive, and
+        # its events would come again forever.
+        timeouts = (getattr(output.settings, n, 0.0) for n in ("connect_timeout", "timeout"))
+        grace = max(GRACE, sum(timeouts))
         activity = SendActivity()
         destination = self._breakers.open_destination(name, self._step, activity.get_counts)
         self._opened.enter_context(destination)
@@ -356,20 +354,11 @@ class StepDelivery:
             output,
             self._step.delivery,
             destination,
-            grace=_get_grace(output.settings),
+            grace=grace,
             takes_apart=output.takes_apart,
             activity=activity,
         )
         return self._opened.enter_context(engine)
-
-
-def _get_grace(settings: OutputSettings) -> float:
-    """Return how long a send may take: at least the timeouts of its output.
-
-    A send that is given up sooner may still arrive, and its events would come again forever.
-    """
-    timeouts = (getattr(settings, name, 0.0) for name in ("connect_timeout", "timeout"))
-    return max(GRACE, sum(timeouts))
 
 
 class _OrderGuard:

@@ -462,8 +462,3 @@ class BreakerClient:
 def _ping(node: RemoteNode) -> RemoteNode:
     node.ping()
     return node
-
-
-def get_open_seconds(breakers: BreakerStates, action: str) -> float:
-    """Return for how many seconds the breaker of an action has been open."""
-    return float(breakers.get(action, {}).get("open_for") or 0.0)

@@ -74,14 +74,11 @@ def _parse_offsets(value: object) -> object:
         found = json.loads(value)
     except ValueError as error:
         raise ValueError(f"{_ALLOWED_OFFSETS}, not {value!r}: {error}") from None
-    if not isinstance(found, dict) or not all(map(_is_offset, found.items())):
+    if not isinstance(found, dict) or not all(
+        node.isdecimal() and type(offset) is int for node, offset in found.items()
+    ):
         raise ValueError(f"{_ALLOWED_OFFSETS}, not {value!r}")
     return found
-
-
-def _is_offset(part: tuple[str, object]) -> bool:
-    node, offset = part
-    return node.isdecimal() and isinstance(offset, int) and not isinstance(offset, bool)
 
 
 def _check_offsets(offsets: Offsets) -> Offsets:

@@ -208,7 +208,8 @@ class Pipeline:
 
     def _start_main(self, run: str) -> StreamingQuery:
         settings, steps = self._settings, build_main_steps(self._settings)
-        reader = self._read_lane(MAIN, run, settings.lane, steps, self._list_queues())
+        options = build_lane_read_options(MAIN, run, settings.lane, steps, self._list_queues())
+        reader = self._read(MAIN, settings.lane).options(**options)
         shape = choose_main_shape(settings)
         if shape is not LaneShape.ROUTE_ROWS:
             return self._start_copying(reader, run, grouped=shape is LaneShape.COPY_GROUPS)
@@ -276,7 +277,8 @@ class Pipeline:
     ) -> StreamingQuery:
         """Start a lane whose cursor in the node is the truth."""
         steps = [build_lane_step(action)]
-        reader = self._read_lane(action.name, run, action.lane, steps)
+        options = build_lane_read_options(action.name, run, action.lane, steps)
+        reader = self._read(action.name, action.lane).options(**options)
         columns, payload_format = find_task_columns(action), get_payload_format(action)
         if shape is LaneShape.DELIVER_BY_REFERENCE:
             assert columns is not None
@@ -360,17 +362,6 @@ class Pipeline:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
     # ── reading and writing ──
-
-    def _read_lane(
-        self,
-        lane: str,
-        run: str,
-        settings: LaneSettings,
-        steps: Sequence[LaneStep],
-        into: Sequence[str] = (),
-    ) -> DataStreamReader:
-        options = build_lane_read_options(lane, run, settings, steps, into)
-        return self._read(lane, settings).options(**options)
 
     def _read_with_checkpoint(
         self, queue: str, settings: LaneSettings, *, consume: bool
@@ -526,20 +517,16 @@ class PipelineRunner:
     def list_changes(self) -> Iterator[LaneStatus]:
         """Yield the lanes whose state has changed since the last call."""
         for each in self.status():
+            before = self._reported.get(each.name)
             now = (each.state, each.reason, each.suspended)
-            if self._reported.get(each.name) != now and not self._is_repeat(each):
+            fails_again = (
+                before is not None
+                and before[:2] == (LaneState.WAITING, each.reason)
+                and each.state in (LaneState.STARTING, LaneState.WAITING)
+            )
+            if before != now and not fails_again:
                 self._reported[each.name] = now
                 yield each
-
-    def _is_repeat(self, status: LaneStatus) -> bool:
-        """Whether a lane fails again for the reason that was reported."""
-        before = self._reported.get(status.name)
-        return (
-            before is not None
-            and before[0] is LaneState.WAITING
-            and before[1] == status.reason
-            and status.state in (LaneState.STARTING, LaneState.WAITING)
-        )
 
 
 def create_missing_queues(plan: PipelinePlan) -> None:

@@ -98,6 +98,7 @@ class QueueScan:
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
+        self._wait = BatchWait(options.min_offsets_per_trigger, options.max_trigger_delay)
         self._reported_losses: set[str] = set()
 
     @property
@@ -143,7 +144,10 @@ class QueueScan:
         if missing:
             # Reported last: a query that continues without them has all other events.
             why = "settled by another client, in flight to a consumer, or damaged"
-            offsets = _format_spans(missing)
+            lost = [f"{first} to {end - 1}" for first, end in missing]
+            offsets = ", ".join(lost[:MAX_SPANS_SHOWN])
+            if len(lost) > MAX_SPANS_SHOWN:
+                offsets += f" and {len(lost) - MAX_SPANS_SHOWN} more spans"
             self.report_loss(f"on node {piece.node} the offsets {offsets} are gone: {why}")
 
     def _read_unsettled(self, piece: NodeRange, builder: RowBuilder) -> Iterator[pa.RecordBatch]:
@@ -157,6 +161,16 @@ class QueueScan:
         if spans:
             task = TaskSpans(piece.node, tuple(spans))
             yield from read_task_spans(self.nodes, queue, task, builder, rows_per_batch)
+
+    def has_enough(self, events: int) -> bool:
+        """Whether a batch of a stream can start with this many events; else sleeps for a while.
+
+        Spark asks again at once: without a sleep it would keep a core busy.
+        """
+        wait = self._wait.compute_wait(events, time.monotonic())
+        if wait:
+            time.sleep(min(self._options.poll_timeout, wait))
+        return not wait
 
     def find_starts(self, extents: Mapping[int, QueueEnds]) -> dict[int, int]:
         """Return the offsets at which a new query starts on these nodes."""
@@ -175,10 +189,14 @@ class QueueScan:
             wanted = dict.fromkeys(nodes, FROM_EARLIEST if wanted == EARLIEST else FROM_LATEST)
         if wanted.keys() != set(nodes):
             raise Never(f"{option}: names nodes {sorted(wanted)}, but there are {sorted(nodes)}")
-        return {
-            node: _resolve_offset(option, node, wanted[node], extent)
-            for node, extent in extents.items()
-        }
+        found = {}
+        for node, extent in extents.items():
+            special = {FROM_EARLIEST: extent.low, FROM_LATEST: extent.end}
+            at = found[node] = special.get(wanted[node], wanted[node])
+            if at > extent.end:
+                ends = f"on node {node} the queue ends at offset {extent.end}, not {at}"
+                raise Never(f"{option}: {ends}")
+        return found
 
     def check_gone(self, offsets: Positions, extents: Mapping[int, QueueEnds]) -> None:
         """Report events that were still to be read and that another client has settled."""
@@ -197,23 +215,6 @@ class QueueScan:
         if text not in self._reported_losses:
             log.warning("query.events_lost", queue=self._options.queue, loss=what)
         self._reported_losses.add(text)
-
-
-def _format_spans(missing: RangeSet) -> str:
-    """Return offsets as a message names them: the first few spans."""
-    spans = [f"{first} to {end - 1}" for first, end in missing]
-    more = len(spans) - MAX_SPANS_SHOWN
-    return ", ".join(spans[:MAX_SPANS_SHOWN]) + (f" and {more} more spans" if more > 0 else "")
-
-
-def _resolve_offset(option: str, node: int, offset: int, extent: QueueEnds) -> int:
-    if offset == FROM_EARLIEST:
-        return extent.low
-    if offset == FROM_LATEST:
-        return extent.end
-    if offset > extent.end:
-        raise Never(f"{option}: on node {node} the queue ends at offset {extent.end}, not {offset}")
-    return offset
 
 
 def read_task_spans(
@@ -394,7 +395,6 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._scan = QueueScan(options, schema)
         self._target: dict[int, int] | None = None
         """Where to stop, for ``Trigger.AvailableNow``."""
-        self._wait = BatchWait(options.min_offsets_per_trigger, options.max_trigger_delay)
         self._latest_ends: dict[int, int] = {}
         self._settler: QuerySettler | None = None
         self._gone: dict[int, tuple[int, str | None]] = {}
@@ -427,7 +427,11 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         # calls `commit` with the next batch, so after the last batch it does not call it.
         self.commit(start)
         position = QueryPosition.from_offset(start)
-        extents = self._wait_for_events(position)
+        # A node that does not answer is left out.
+        nodes = self._scan.nodes
+        timeout = 0.0 if self._target is not None else self._options.poll_timeout
+        known = dict.fromkeys(range(nodes.count), UNKNOWN_POSITION) | position.offsets
+        extents = nodes.wait_for_events(self._options.queue, known, timeout)
         first = self._find_new_starts(position, extents)
         if first:
             # A batch without events, by which Spark stores where they begin.
@@ -436,17 +440,11 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         # An old checkpoint has no queue ids: adding them is a batch, too, so that Spark stores it.
         position = position.add_queue_ids(extents)
         end = self._find_ends(position.offsets, extents)
-        if self._target is None and not self._has_enough(position.offsets, end):
+        events = sum(end.values()) - sum(position.offsets.values())
+        if self._target is None and not self._scan.has_enough(events):
             return position.to_offset()
         limited = limit_ends(position.offsets, end, self._get_event_limit(limit))
         return position.advance_to(limited).to_offset()
-
-    def _wait_for_events(self, position: QueryPosition) -> dict[int, QueueEnds]:
-        """Return how far the queue goes on nodes that answer; waits a while for new events."""
-        nodes = self._scan.nodes
-        timeout = 0.0 if self._target is not None else self._options.poll_timeout
-        known = dict.fromkeys(range(nodes.count), UNKNOWN_POSITION) | position.offsets
-        return nodes.wait_for_events(self._options.queue, known, timeout)
 
     def _find_new_starts(
         self, position: QueryPosition, extents: dict[int, QueueEnds]
@@ -485,14 +483,6 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return ends
         target = self._target
         return {node: min(end, max(start[node], target.get(node, 0))) for node, end in ends.items()}
-
-    def _has_enough(self, start: Positions, end: Positions) -> bool:
-        events = sum(end.values()) - sum(start.values())
-        wait = self._wait.compute_wait(events, time.monotonic())
-        if wait:
-            # Spark asks again at once: without a sleep it would keep a core busy.
-            time.sleep(min(self._options.poll_timeout, wait))
-        return not wait
 
     def _get_event_limit(self, limit: ReadLimit) -> int | None:
         """Return the most events of a batch: as in the options, unless Spark wants everything."""

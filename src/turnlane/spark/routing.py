@@ -157,27 +157,24 @@ def add_payload(events: DataFrame, payload_format: str) -> DataFrame:
 
 
 def _build_json(events: DataFrame) -> Column:
-    """Return a JSON object of all columns except routes and offsets."""
+    """Return a JSON object of all columns except routes and offsets.
+
+    Bytes are a text, or ``<name>_base64`` if they are no UTF-8. Bytes within other types are always
+    base64.
+    """
     columns: list[Column] = []
     for field in events.schema.fields:
         if field.name in (PAYLOAD, QUEUE_COLUMN, DIRECT, "partition", "offset"):
             continue
-        if field.dataType.typeName() == "binary":
-            columns += _build_text_columns(field.name, events.columns)
-        else:
-            columns.append(F.col(f"`{field.name}`"))
+        column = F.col(f"`{field.name}`")
+        if field.dataType.typeName() != "binary":
+            columns.append(column)
+            continue
+        text = column.cast("string")
+        is_text = F.is_valid_utf8(text)
+        other = f"{field.name}_base64"
+        while other in events.columns:
+            other += "_"
+        # One of the two is null, and JSON leaves it out.
+        columns += [F.when(is_text, text).alias(field.name), F.when(~is_text, column).alias(other)]
     return F.to_json(F.struct(*columns)).cast("binary")
-
-
-def _build_text_columns(name: str, taken: Sequence[str]) -> tuple[Column, Column]:
-    """Return bytes as a text column, and as a column ``<name>_base64`` if they are no UTF-8.
-
-    One of the two is null, and JSON leaves it out. Bytes within other types are always base64.
-    """
-    column = F.col(f"`{name}`")
-    text = column.cast("string")
-    is_text = F.is_valid_utf8(text)
-    other = f"{name}_base64"
-    while other in taken:
-        other += "_"
-    return F.when(is_text, text).alias(name), F.when(~is_text, column).alias(other)

@@ -134,8 +134,7 @@ def to_block(rows: pa.RecordBatch) -> Block:
 
 def split_by_route(rows: pa.RecordBatch, column: str) -> Sequence[tuple[str, pa.RecordBatch]]:
     """Split rows by the names in a column of texts or lists. A row may be in several parts."""
-    names, index = _flatten_routes(rows, column)
-    return [(name, rows.take(_find_rows(names, name, index))) for name in _list_names(names)]
+    return [(name, rows.take(index)) for name, index in _find_routes(rows, column)]
 
 
 def count_unrouted(rows: pa.RecordBatch, column: str) -> int:
@@ -146,10 +145,10 @@ def count_unrouted(rows: pa.RecordBatch, column: str) -> int:
 
 def get_route_masks(rows: pa.RecordBatch, column: str) -> dict[str, Mask]:
     """Return, for each name in a column, which rows have it."""
-    names, index = _flatten_routes(rows, column)
-    masks = {name: np.zeros(rows.num_rows, dtype=np.bool_) for name in _list_names(names)}
-    for name, mask in masks.items():
-        mask[np.asarray(_find_rows(names, name, index))] = True
+    masks = {}
+    for name, index in _find_routes(rows, column):
+        masks[name] = np.zeros(rows.num_rows, dtype=np.bool_)
+        masks[name][np.asarray(index)] = True
     return masks
 
 
@@ -161,12 +160,12 @@ def _flatten_routes(rows: pa.RecordBatch, column: str) -> tuple[Any, Any]:
     return names, pa.array(np.arange(rows.num_rows))
 
 
-def _find_rows(names: Any, name: str, index: Any) -> Any:  # noqa: ANN401 - columns
-    return index.filter(pc.equal(names, pa.scalar(name)))
-
-
-def _list_names(names: Any) -> list[str]:  # noqa: ANN401 - a column
-    return [name for name in pc.unique(names).to_pylist() if name is not None]
+def _find_routes(rows: pa.RecordBatch, column: str) -> Iterator[tuple[str, Any]]:
+    """Yield each name in a column with the numbers of the rows that have it."""
+    names, index = _flatten_routes(rows, column)
+    for name in pc.unique(names).to_pylist():
+        if name is not None:
+            yield name, index.filter(pc.equal(names, pa.scalar(name)))
 
 
 # ── nulls ──
@@ -194,16 +193,12 @@ def encode_nulls(rows: DataFrame) -> DataFrame:
         F.when(column.isNull(), F.lit(1 << at)).otherwise(F.lit(0)).cast("bigint")
         for at, column in enumerate(columns.values())
     ]
-    without_nulls = {
-        name: F.coalesce(column, _make_empty(kinds[name]).cast(kinds[name]))
-        for name, column in columns.items()
-    }
+    without_nulls = {}
+    for name, column in columns.items():
+        empty = F.array() if isinstance(kinds[name], ArrayType) else F.create_map()
+        without_nulls[name] = F.coalesce(column, empty.cast(kinds[name]))
     # The bits come first: they read the columns before these are replaced.
     return rows.withColumn(NULL_BITS, reduce(Column.bitwiseOR, bits)).withColumns(without_nulls)
-
-
-def _make_empty(kind: ArrayType | MapType) -> Column:
-    return F.array() if isinstance(kind, ArrayType) else F.create_map()
 
 
 def decode_nulls(rows: pa.RecordBatch) -> pa.RecordBatch:
@@ -218,18 +213,14 @@ def decode_nulls(rows: pa.RecordBatch) -> pa.RecordBatch:
     indexes = [index for index, field in enumerate(rows.schema) if isinstance(field.type, kinds)]
     for bit, index in enumerate(indexes[:_MAX_NULL_BITS]):
         if any_bits >> bit & 1:
-            column = _restore_nulls(rows.column(index), (bits >> bit & 1).astype(np.bool_))
+            mask = (bits >> bit & 1).astype(np.bool_)
             field = rows.schema.field(index).with_nullable(nullable=True)
+            column: Any = pa.nulls(rows.num_rows, field.type)
+            if not mask.all():
+                kept: Any = pa.array(np.arange(rows.num_rows), mask=mask)
+                column = rows.column(index).take(kept)
             rows = rows.set_column(index, field, column)
     return rows
-
-
-def _restore_nulls(column: pa.Array[Any], mask: Mask) -> pa.Array[Any]:
-    if mask.all():
-        nulls: pa.Array[Any] = pa.nulls(len(column), column.type)
-        return nulls
-    indexes: pa.Array[Any] = pa.array(np.arange(len(column)), mask=mask)
-    return column.take(indexes)
 
 
 # ── rows of one event ──

@@ -91,22 +91,17 @@ def find_java() -> Path:
     if found is None:
         where = f"JAVA_HOME is {home}, but there is no bin/java in it" if home else "none on PATH"
         raise JavaMissing(f"Spark needs Java 17 or 21: {where}. {_INSTALL}")
-    version = _get_java_version(found)
-    if version is not None and version < OLDEST_JAVA:
-        raise JavaMissing(f"Spark needs Java 17 or 21, and {found} is Java {version}. {_INSTALL}")
-    return Path(found)
-
-
-def _get_java_version(java: str) -> int | None:
-    """Return the major version of a Java, ``None`` if it prints none. ``1.8`` is 8."""
     try:
-        said = subprocess.run(  # noqa: S603 - the program that Spark is about to run
-            [java, "-version"], capture_output=True, text=True, timeout=30, check=False
+        output = subprocess.run(  # noqa: S603 - the program that Spark is about to run
+            [found, "-version"], capture_output=True, text=True, timeout=30, check=False
         ).stderr
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = re.search(r'version "(?:1\.)?(\d+)', said)
-    return None if match is None else int(match[1])
+        output = ""
+    version = re.search(r'version "(?:1\.)?(\d+)', output)  # Java 8 prints 1.8.
+    if version is not None and int(version[1]) < OLDEST_JAVA:
+        what = f"{found} is Java {version[1]}"
+        raise JavaMissing(f"Spark needs Java 17 or 21, and {what}. {_INSTALL}")
+    return Path(found)
 
 
 def open_session(
@@ -185,16 +180,12 @@ def freeze_gc_after(kind: str) -> Iterator[None]:
     mostly modules, stay: frozen objects are not visited.
     """
     yield
-    if kind not in _frozen_kinds and _is_spark_process():
+    # Only in a process that Spark started: nothing else runs in it.
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if kind not in _frozen_kinds and spec is not None and spec.name in DAEMONS:
         _frozen_kinds.add(kind)
         gc.collect()
         gc.freeze()
-
-
-def _is_spark_process() -> bool:
-    """Whether Spark started this process, so that nothing else runs in it."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec is not None and spec.name in DAEMONS
 
 
 Session = SparkSession

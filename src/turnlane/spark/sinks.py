@@ -38,7 +38,9 @@ def check_sink(spark: SparkSession, sink: SparkSinkSettings, checkpoint: Path) -
     The checkpoint numbers batches from 0. A sink that has a batch 0 would skip the new one as a
     repeat, and report that it is written.
     """
-    if sink.place is None or _has_begun(checkpoint) or not _has_batches(spark, sink.place):
+    offsets = checkpoint / "offsets"
+    has_begun = offsets.is_dir() and any(offsets.iterdir())
+    if sink.place is None or has_begun or not _has_batches(spark, sink.place):
         return
     raise SinkTaken(
         f"{sink.place} was written with another checkpoint than {checkpoint}, and Spark would skip "
@@ -68,26 +70,19 @@ def check_file_columns(rows: DataFrame, sink: SparkSinkSettings) -> None:
     the format.
     """
     spark = rows.sparkSession
-    files = _create_file_format(spark, sink.format)
-    if files is None:
+    jvm, found = _get_jvm(spark), _find_format(spark, sink.format)
+    datasources = jvm.org.apache.spark.sql.execution.datasources
+    if _is_subclass(found, datasources.v2.FileDataSourceV2):  # Streams use the older interface.
+        found = found.newInstance().fallbackFileFormat()
+    if not _is_subclass(found, datasources.FileFormat):
         return
-    jvm = _get_jvm(spark)
+    files = found.newInstance()
     schema = rows.drop(*sink.partition_by)._jdf.schema()  # noqa: SLF001 - partition columns become directories
-    checks = jvm.org.apache.spark.sql.execution.datasources.DataSourceUtils
-    checks.verifySchema(files, schema, False)  # noqa: FBT003 - not only for reading
+    datasources.DataSourceUtils.verifySchema(files, schema, False)  # noqa: FBT003 - not only for reading
     # The text format takes one column, which only this call checks.
     job = jvm.org.apache.hadoop.mapreduce.Job.getInstance(spark._jsc.hadoopConfiguration())  # noqa: SLF001
     options = jvm.PythonUtils.toScalaMap(sink.options)
     files.prepareWrite(spark._jsparkSession, job, options, schema)  # noqa: SLF001
-
-
-def _create_file_format(spark: SparkSession, name: str) -> Any:  # noqa: ANN401 - of Java
-    """Create Spark's writer of a file format; ``None`` if it is no file format."""
-    datasources = _get_jvm(spark).org.apache.spark.sql.execution.datasources
-    found = _find_format(spark, name)
-    if _is_subclass(found, datasources.v2.FileDataSourceV2):  # Streams use the older interface.
-        found = found.newInstance().fallbackFileFormat()
-    return found.newInstance() if _is_subclass(found, datasources.FileFormat) else None
 
 
 def _find_format(spark: SparkSession, name: str) -> Any:  # noqa: ANN401 - of Java
@@ -109,11 +104,6 @@ def _is_subclass(found: Any, kind: Any) -> bool:  # noqa: ANN401 - of Java
 
 def _get_jvm(spark: SparkSession) -> Any:  # noqa: ANN401 - of Java
     return spark._jvm  # noqa: SLF001 - pyspark has no other way
-
-
-def _has_begun(checkpoint: Path) -> bool:
-    offsets = checkpoint / "offsets"
-    return offsets.is_dir() and any(offsets.iterdir())
 
 
 def _has_batches(spark: SparkSession, directory: str) -> bool:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from pyspark import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
@@ -143,12 +143,8 @@ def call_transform(name: str, events: DataFrame) -> DataFrame:
 # ── the user's modules ──
 
 
-class _FileVersion(NamedTuple):
-    """Shows whether a file has changed."""
-
-    changed_ns: int
-    size: int
-
+_FileVersion = tuple[int, int]
+"""The time of the last change and the size of a file: they show whether it has changed."""
 
 _versions: dict[str, _FileVersion | None] = {}
 """The modules imported here, with the versions of their files."""
@@ -182,7 +178,12 @@ def reload_changed_modules() -> Iterator[None]:
 
     If the body raises, the modules are restored: the lanes that continue need their old code.
     """
-    before = {name: (_unload(name), _versions.pop(name)) for name in find_changed_modules()}
+    before = {}
+    for name in find_changed_modules():
+        # Spark's Python processes live on and may have imported the old module: functions of the
+        # new one are sent to them by value, not by name.
+        cloudpickle.register_pickle_by_value(sys.modules[name])  # type: ignore[no-untyped-call]
+        before[name] = sys.modules.pop(name), _versions.pop(name)
     importlib.invalidate_caches()
     try:
         yield
@@ -192,13 +193,6 @@ def reload_changed_modules() -> Iterator[None]:
         raise
 
 
-def _unload(name: str) -> ModuleType:
-    # Spark's Python processes live on and may have imported the old module: functions of the new
-    # one are sent to them by value, not by name.
-    cloudpickle.register_pickle_by_value(sys.modules[name])  # type: ignore[no-untyped-call]
-    return sys.modules.pop(name)
-
-
 def _get_version(module: ModuleType) -> _FileVersion | None:
     """Return ``None`` if the module has no file, or the file is gone."""
     file = getattr(module, "__file__", None)
@@ -206,7 +200,7 @@ def _get_version(module: ModuleType) -> _FileVersion | None:
         found = None if file is None else Path(file).stat()
     except OSError:
         found = None
-    return None if found is None else _FileVersion(found.st_mtime_ns, found.st_size)
+    return None if found is None else (found.st_mtime_ns, found.st_size)
 
 
 # ── SQL ──
