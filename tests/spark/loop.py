@@ -36,8 +36,8 @@ from turnlane.spark.lane_shape import (
     LaneShape,
     build_lane_step,
     build_main_steps,
+    can_copy_by_reference,
     choose_action_shape,
-    choose_main_shape,
     find_task_columns,
 )
 from turnlane.spark.nodes import BreakerClient, Nodes
@@ -185,7 +185,7 @@ class Pipe:
 def _main(url: str, settings: PipelineSettings, lane: LaneSettings) -> Loop:
     steps = build_main_steps(settings)
     into = [action.name for action in settings.queued_actions]
-    if choose_main_shape(settings) is LaneShape.ROUTE_ROWS:
+    if steps or not can_copy_by_reference(settings):
         return Loop(url, MAIN, lane, steps, _router(settings.actions), into=into)
     copies = [action.name for action in settings.actions]
     return Loop(url, MAIN, lane, steps, _numberer(settings.actions), copies=copies, into=into)

@@ -74,7 +74,7 @@ class Shared:
 @pytest.fixture
 def turnlane(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     for module in (pipeline_tools, serve):
-        monkeypatch.setattr(module, "session", lambda *_args, **_knobs: Shared(spark))
+        monkeypatch.setattr(module, "start_session", lambda *_args, **_knobs: Shared(spark))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.syspath_prepend(tmp_path)

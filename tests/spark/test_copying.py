@@ -108,7 +108,7 @@ def test_spans_of_a_task_are_read_completely_or_raise(
     (rows,) = read_task_spans(nodes, "main", share, maker)
     assert rows.column("offset").to_pylist() == list(range(50, 90))
     monkeypatch.setattr(nodes, "read", lambda *_: iter(()))
-    with pytest.raises(RetryLater, match="an event at 50 that cannot be read"):
+    with pytest.raises(RetryLater, match="event at offset 50 cannot be read"):
         list(read_task_spans(nodes, "main", share, maker))
 
 

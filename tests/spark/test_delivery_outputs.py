@@ -145,7 +145,7 @@ def test_repartitioning_transform_is_refused_for_exactly_once_outputs(
     if not once:
         pipeline.check()
         return
-    with pytest.raises(ConfigError, match=r"actions\[0\].transform: spreads rows over tasks"):
+    with pytest.raises(ConfigError, match=r"actions\[0\].transform: moves rows to other tasks"):
         pipeline.check()
 
 

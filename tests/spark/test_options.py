@@ -45,7 +45,7 @@ def test_offsets_by_node_are_parsed() -> None:
     ("given", "message"),
     [
         ({"startingOffset": "earliest"}, "startingOffset: .*did you mean startingOffsets"),
-        ({"startingOffsets": "begin"}, "^startingOffsets: is earliest, latest, or JSON .*'begin'"),
+        ({"startingOffsets": "begin"}, "^startingOffsets: must be earliest, .*, or JSON .*'begin'"),
         ({"startingOffsets": "{0: 1}"}, "^startingOffsets: .*JSON"),
         ({"startingOffsets": '{"0": "1"}'}, "^startingOffsets: .*JSON"),
         ({"startingOffsets": "[1]"}, "^startingOffsets: .*JSON"),
@@ -59,9 +59,12 @@ def test_offsets_by_node_are_parsed() -> None:
         ({"failOnDataLoss": "perhaps"}, "failOnDataLoss: must be true or false"),
         ({"maxTriggerDelay": "soon"}, "maxTriggerDelay"),
         ({"minPartitions": "-1"}, "minPartitions"),
-        ({"startingOffsets": '{"0": -3}'}, "startingOffsets.*-1 .latest. or -2 .earliest.*-3"),
-        ({"endingOffsets": "earliest"}, "endingOffsets.*nothing before the earliest"),
-        ({"endingOffsets": '{"0": -2}'}, "endingOffsets.*nothing before the earliest"),
+        (
+            {"startingOffsets": '{"0": -3}'},
+            "startingOffsets: has -3 for node 0; .*-1 .latest. or -2 .earliest",
+        ),
+        ({"endingOffsets": "earliest"}, "endingOffsets: cannot be earliest"),
+        ({"endingOffsets": '{"0": -2}'}, "endingOffsets: cannot be earliest"),
     ],
 )
 def test_invalid_option_is_named_in_the_error(given: dict[str, str], message: str) -> None:
@@ -116,7 +119,7 @@ def test_options_of_lanes_are_refused_for_others() -> None:
         assert "did you mean" not in str(error.value)
     with pytest.raises(ConfigError, match="run: is required"):
         parse_read_options({**NODE, "queue": "main", "lane": "main"})
-    with pytest.raises(ConfigError, match="run: goes with lane"):
+    with pytest.raises(ConfigError, match="run: and lane belong together"):
         parse_write_options({**NODE, "LANE": "main"})
     assert type(parse_read_options({**NODE, "queue": "main"})) is ReadOptions
     assert type(parse_write_options(NODE)) is WriteOptions

@@ -231,7 +231,7 @@ def test_regex_may_have_comments(spark: SparkSession) -> None:
 
 def test_pattern_that_java_refuses_is_a_configuration_error(spark: SparkSession) -> None:
     settings = make_settings(format="regex", pattern=r"(?<a>x{2,1})")
-    with pytest.raises(ConfigError, match=r"parse\.pattern: Java does not take"):
+    with pytest.raises(ConfigError, match=r"parse\.pattern: Java cannot compile"):
         parse_events(events(spark, [b"x"]), settings)
 
 

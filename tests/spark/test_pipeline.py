@@ -366,7 +366,7 @@ def raise_error(events: DataFrame) -> DataFrame:
         ({"filter": "message"}, r"actions\[0\].filter: "),
         ({"transform": "nowhere.at:all"}, "transform: nowhere.at:all: No module"),
         ({"transform": f"{__name__}:missing"}, "transform: .*missing"),
-        ({"transform": f"{__name__}:return_no_frame"}, "returned str, not a DataFrame"),
+        ({"transform": f"{__name__}:return_no_frame"}, "must return a DataFrame, not str"),
         ({"transform": f"{__name__}:raise_error"}, r"actions\[0\].transform: .*a column"),
     ],
 )

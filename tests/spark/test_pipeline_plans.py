@@ -201,8 +201,8 @@ ROWS = "output: {type: sql, url: 'sqlite:///x', table: t, columns: {a: value.a.b
         (f"{SPARK}, columns: [nosuch]}}", "", r"actions\[0\].output.columns: .*nosuch"),
         (f"{SPARK}, partition_by: [day]}}", "", r"output.partition_by: there is no column 'day'"),
         ("queue: disk, output: {type: spark, format: parqet}", "", r"output.format: .*parqet"),
-        (f"{FILES}: csv}}", "", r"\[0\].output.format: .*`headers` .*MAP.*; say in `columns`"),
-        (f"{FILES}: text}}", "", r"\[0\].output.format: .*Text .*; say in `columns`"),
+        (f"{FILES}: csv}}", "", r"\[0\].output.format: .*`headers` .*MAP.*; name the columns"),
+        (f"{FILES}: text}}", "", r"\[0\].output.format: .*Text .*; name the columns"),
         (f"{FILES}: text, columns: [key, source]}}", "", r"\[0\].output.columns: .*single column"),
         (f"{FILES}: orc}}", "parse: json", r"\[0\].output.format: .*`data` .*VARIANT"),
         (f"queue: disk, {ROWS}", "", r"\[0\].output.columns.b: the events have no 'mesage'; they"),
@@ -264,7 +264,7 @@ ROWS = "output: {type: sql, url: 'sqlite:///x', table: t, columns: {a: value.a.b
                 "output: {type: queue, endpoint: 'turnlane://h:1', queue: q, producer: p}"
             ),
             "",
-            r"actions\[0\].transform: spreads rows over tasks",
+            r"actions\[0\].transform: moves rows to other tasks",
         ),
         (
             (
@@ -272,9 +272,9 @@ ROWS = "output: {type: sql, url: 'sqlite:///x', table: t, columns: {a: value.a.b
                 "output: {type: queue, endpoint: 'turnlane://h:1', queue: q}"
             ),
             "",
-            r"actions\[0\].sql: a queue does not take this: there is no column `value`",
+            r"actions\[0\].sql: a queue cannot store these rows: there is no column `value`",
         ),
-        (OUT, "parse: {format: regex, pattern: 'a(?x) (?<n>1) # c'}", "parse: Java does not take"),
+        (OUT, "parse: {format: regex, pattern: 'a(?x) (?<n>1) # c'}", "parse: Java cannot compile"),
     ],
 )
 def test_check_finds_plans_that_cannot_run(

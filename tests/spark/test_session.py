@@ -46,7 +46,7 @@ from turnlane.cli.spark_session import start_session
 from turnlane.pipeline.settings import SparkSettings
 java = "-XX:Tier4InvocationThreshold=7000 -Dmine=1"
 conf = {"spark.driver.extraJavaOptions": java, "spark.ui.enabled": "false"}
-jvm = session(SparkSettings(master="local[1]", conf=conf))._jvm
+jvm = start_session(SparkSettings(master="local[1]", conf=conf))._jvm
 print(*jvm.java.lang.management.ManagementFactory.getRuntimeMXBean().getInputArguments())
 """
     command = [sys.executable, "-c", program]

@@ -321,7 +321,7 @@ class TestSkipSettled:
         node.node.create("late", kind="memory")
         node.queue("late").producer().publish_block(block_of(numbers(0, 10)))
         node.queue("late").get(max_events=5)
-        with pytest.raises(RetryLater, match="an event at 0 that cannot be read"):
+        with pytest.raises(RetryLater, match="event at offset 0 cannot be read"):
             find_pending(node, "late")
 
 

@@ -123,7 +123,7 @@ def _check_rows_stay_together(action: ActionSettings, rows: DataFrame, where: st
     if not (getattr(output, "exactly_once", False) or getattr(output, "producer", None)):
         return
     if has_repartition(rows) or find_stateful_operation(rows):
-        why = "spreads rows over tasks, so that several of one event could not be told apart"
+        why = "moves rows to other tasks, but this output needs all rows of an event in one task"
         raise ConfigError(f"{where}.transform", why)
 
 
@@ -144,7 +144,7 @@ def _check_output(
             try:
                 check_writable(rows.schema, needs_route=False)
             except SchemaMismatch as error:
-                raise ConfigError(last, f"a queue does not take this: {error}") from error
+                raise ConfigError(last, f"a queue cannot store these rows: {error}") from error
     _check_tables(action, where, rows, issues)
 
 
@@ -160,7 +160,7 @@ def _check_sink(
     columns = {name.lower() for name in written.columns}
     for name in sink.partition_by:
         if name.lower() not in columns:
-            why = f"there is no column {name!r} among those that are written"
+            why = f"there is no column {name!r}; the output has {', '.join(written.columns)}"
             issues.add(f"{where}.partition_by", why)
     try:
         check_file_columns(written, sink)
@@ -168,7 +168,7 @@ def _check_sink(
         return  # There is no such format: `can_stream_into` has reported it.
     except Exception as error:
         place = f"{where}.{'columns' if sink.columns else 'format'}"
-        advice = "say in `columns` what is written, as in CAST(value AS string) AS value"
+        advice = "name the columns to write in `columns`, as in CAST(value AS string) AS value"
         raise ConfigError(place, f"{describe_failure(error)}; {advice}") from error
 
 

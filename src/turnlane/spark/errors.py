@@ -47,16 +47,17 @@ def describe_failure(error: BaseException) -> str:
     if isinstance(error, TurnlaneError):
         found = _get_first_line(text)
     elif isinstance(error, PySparkException | Py4JError):
-        found = _find_own_error(text) or _find_last_exception(text) or _get_first_line(text)
+        own = [line for line in _list_lines(text) if line.startswith(_OWN_ERRORS)]
+        found = own[-1].removeprefix(_OWN_ERRORS) if own else _find_last_exception(text)
+        found = found or _get_first_line(text)
     else:
-        found = _describe_exception(error)
+        message = _get_first_line(str(error))
+        found = ": ".join([type(error).__name__] + ([message] if message else []))
+        stack = traceback.extract_tb(error.__traceback__)
+        frames = [each for each in stack if each.filename in get_user_files()]
+        if frames:
+            found += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
     return (found or type(error).__name__)[:MAX_REASON_LENGTH]
-
-
-def _find_own_error(text: str) -> str | None:
-    """Return the message of the last error of turnlane in a text."""
-    found = [line for line in _list_lines(text) if line.startswith(_OWN_ERRORS)]
-    return found[-1].removeprefix(_OWN_ERRORS) if found else None
 
 
 def _find_last_exception(text: str) -> str | None:
@@ -83,14 +84,3 @@ def _list_lines(text: str) -> Iterator[str]:
         plain = _SQL_STATE.sub("", _GROUP_MARGIN.sub("", line))
         if plain.strip():
             yield plain
-
-
-def _describe_exception(error: BaseException) -> str:
-    name = type(error).__name__
-    message = _get_first_line(str(error))
-    described = name if message is None else f"{name}: {message}"
-    own = get_user_files()
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename in own]
-    if not frames:
-        return described
-    return f"{described} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"

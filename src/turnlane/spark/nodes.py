@@ -343,7 +343,7 @@ class LaneNodes:
         return ask(timeout)
 
     def plan_batch(self, queue: str, batch: PendingSpans, number: int) -> dict[int, list[Span]]:
-        """Tell the nodes the events of a batch; returns the events that it has now.
+        """Send the plan of a batch to the nodes; returns the events of the nodes that answered.
 
         A node that does not answer is left out, but it may have received the plan. It must not
         settle events by the commit of a batch that does not have them. So the nodes that have
@@ -397,7 +397,9 @@ class LaneNodes:
         batch = max(planned.values())
         if batch < 0:
             if with_stages:
-                raise TransportDown(f"no node that answers knows this batch of {self._lane!r}")
+                raise TransportDown(
+                    f"lane {self._lane!r}: no node that answers has planned this batch"
+                )
             return  # Spark's first batch is empty if there are no events: no node has planned it.
         members = {node for node, number in planned.items() if number == batch} | with_stages
         asked = {

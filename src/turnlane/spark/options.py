@@ -61,7 +61,7 @@ FROM_LATEST: Final = -1
 """Earliest and latest on one node, with the numbers of the Kafka source."""
 ROWS_PER_BATCH: Final = 65_536
 
-_ALLOWED_OFFSETS: Final = 'is earliest, latest, or JSON such as {"0": 42}'
+_ALLOWED_OFFSETS: Final = 'must be earliest, latest, or JSON such as {"0": 42}'
 
 Offsets = Literal["earliest", "latest"] | dict[int, int]
 """Where to begin or end: the same on every node, or an offset for each node by its number."""
@@ -84,14 +84,16 @@ def _parse_offsets(value: object) -> object:
 def _check_offsets(offsets: Offsets) -> Offsets:
     for node, offset in offsets.items() if isinstance(offsets, dict) else ():
         if offset < FROM_EARLIEST:
-            raise ValueError(f"an offset, -1 (latest) or -2 (earliest), not {offset} for {node}")
+            raise ValueError(
+                f"has {offset} for node {node}; use an offset, -1 (latest) or -2 (earliest)"
+            )
     return offsets
 
 
 def _check_ending_offsets(offsets: Offsets) -> Offsets:
     named = offsets.values() if isinstance(offsets, dict) else [offsets]
     if EARLIEST in named or FROM_EARLIEST in named:
-        raise ValueError("cannot be earliest: there is nothing before the earliest event")
+        raise ValueError("cannot be earliest: a batch that ends there has no events")
     return offsets
 
 
@@ -364,7 +366,9 @@ class LaneWriteOptions(WriteOptions):
     @model_validator(mode="after")
     def _check_run(self) -> Self:
         if (self.lane is None) != (self.run is None):
-            raise ContradictorySettings([ConfigIssue("run", "goes with lane")])
+            raise ContradictorySettings(
+                [ConfigIssue("run", "and lane belong together: give both or neither")]
+            )
         return self
 
 
@@ -431,17 +435,13 @@ def find_writer_id(writer_id: str | None, checkpoint: str | None) -> str | None:
     if writer_id is not None or checkpoint is None:
         return writer_id
     place = _LOCAL.sub("", checkpoint)  # The same writer in every spelling of the path.
-    query = None if _SCHEME.match(place) else _read_query_id(Path(place))
-    return place if query is None else f"{place}#{query}"
-
-
-def _read_query_id(checkpoint: Path) -> str | None:
-    """Return the id that Spark gave a query; ``None`` if it is on another file system."""
+    if _SCHEME.match(place):
+        return place
     try:
-        found = json.loads((checkpoint / "metadata").read_bytes())
+        found = json.loads((Path(place) / "metadata").read_bytes())
     except FileNotFoundError:  # A path without a scheme may be on Hadoop's file system.
-        return None
-    return str(found["id"])
+        return place
+    return f"{place}#{found['id']}"
 
 
 # ── filters ──

@@ -179,4 +179,4 @@ def _check_pattern(session: SparkSession, pattern: str) -> None:
         session.sql("SELECT regexp_like('', :pattern)", args={"pattern": pattern}).collect()
     except PySparkException as error:
         why = str(error).partition("\n")[0]
-        raise ConfigError("parse.pattern", f"Java does not take this pattern: {why}") from None
+        raise ConfigError("parse.pattern", f"Java cannot compile this pattern: {why}") from None

@@ -188,7 +188,9 @@ class QueueScan:
         if not isinstance(wanted, dict):
             wanted = dict.fromkeys(nodes, FROM_EARLIEST if wanted == EARLIEST else FROM_LATEST)
         if wanted.keys() != set(nodes):
-            raise Never(f"{option}: names nodes {sorted(wanted)}, but there are {sorted(nodes)}")
+            raise Never(
+                f"{option}: names nodes {sorted(wanted)}, but the nodes are {sorted(nodes)}"
+            )
         found = {}
         for node, extent in extents.items():
             special = {FROM_EARLIEST: extent.low, FROM_LATEST: extent.end}
@@ -211,7 +213,7 @@ class QueueScan:
         """Raise ``DataLost``, or log the loss once if the query may continue without."""
         text = f"queue {self._options.queue!r}: {what}"
         if self._options.fail_on_data_loss:
-            raise DataLost(f"{text}; set failOnDataLoss to false to go on without")
+            raise DataLost(f"{text}; set failOnDataLoss to false to continue without them")
         if text not in self._reported_losses:
             log.warning("query.events_lost", queue=self._options.queue, loss=what)
         self._reported_losses.add(text)
@@ -245,7 +247,9 @@ def read_task_spans(
         unsettled = RangeSet(nodes.find_unsettled(task.node, queue, spans[0][0], spans[-1][1]))
         left = [part for span in spans for part in unsettled.within(*span)]
         if left:
-            raise RetryLater(f"queue {queue!r} has an event at {left[0][0]} that cannot be read")
+            raise RetryLater(
+                f"queue {queue!r}: the event at offset {left[0][0]} cannot be read now"
+            )
 
 
 def _find_part(block: Block, first: int, task: TaskSpans) -> Mask:

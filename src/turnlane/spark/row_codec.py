@@ -116,9 +116,9 @@ def check_writable(schema: StructType, *, needs_route: bool) -> None:
         "queue": ("string", "array<string>"),
     }
     if "value" not in types:
-        raise SchemaMismatch(f"there is no column `value`, only {', '.join(types)}")
+        raise SchemaMismatch(f"there is no column `value`; the columns are {', '.join(types)}")
     if needs_route and "queue" not in types:
-        raise SchemaMismatch("give the option `queue`, or a column `queue` that names it")
+        raise SchemaMismatch("there is no queue: give the option `queue`, or a column `queue`")
     for name, kinds in allowed.items():
         if name in types and types[name] not in kinds:
             raise SchemaMismatch(f"column `{name}` is {types[name]}, not {' or '.join(kinds)}")

@@ -86,11 +86,10 @@ def list_required_paths(steps: Sequence[LaneStep]) -> list[list[DeliveryPath]]:
 
 def find_strictest_ordering(steps: Sequence[LaneStep]) -> Ordering:
     """Return the strictest ordering that any of the steps needs."""
-    wanted = {step.delivery.ordering for step in steps}
-    for ordering in (Ordering.STRICT, Ordering.KEY):
-        if ordering in wanted:
-            return ordering
-    return Ordering.NONE
+    strictness = (Ordering.NONE, Ordering.KEY, Ordering.STRICT)
+    return max(
+        (step.delivery.ordering for step in steps), key=strictness.index, default=Ordering.NONE
+    )
 
 
 class Suspension(NamedTuple):
@@ -117,22 +116,18 @@ def find_suspension(lane: Sequence[DeliveryPaths], breakers: BreakerStates) -> S
 def _find_suspension(paths: DeliveryPaths, breakers: BreakerStates) -> Suspension:
     """Return whether one action has to wait, by all of its paths."""
     own = [breakers.get(path.action, {}) for path in paths]
-    waits = [_compute_wait(*each) for each in zip(paths, own, [own[0], *own], strict=False)]
+    waits = []
+    for path, breaker, before in zip(paths, own, [own[0], *own], strict=False):
+        waits.append(float(breaker.get("wait", 0.0)))
+        if path.after > 0:
+            since = before.get("open_for")
+            waits[-1] = max(waits[-1], float("inf") if since is None else path.after - since)
     wait, first = min(waits), own[0]
     open_paths = [breaker for breaker, each in zip(own, waits, strict=True) if each <= 0]
     is_probe = bool(open_paths) and all(map(_is_failing, open_paths))
     if not _is_open(first) or (open_paths and not is_probe):
         return Suspension(wait, is_probe)
     return Suspension(wait, is_probe, f"{paths[0].action}: {first.get('error') or 'unknown'}")
-
-
-def _compute_wait(path: DeliveryPath, own: Mapping[str, Any], before: Mapping[str, Any]) -> float:
-    """Return the seconds until a path may be used, by its breaker and the one before it."""
-    wait = float(own.get("wait", 0.0))
-    if path.after <= 0:
-        return wait
-    since = before.get("open_for")
-    return max(wait, float("inf") if since is None else path.after - since)
 
 
 def _is_open(breaker: Mapping[str, Any]) -> bool:

@@ -64,7 +64,7 @@ def _parse_shards(value: object) -> object:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise ValueError(f'is JSON such as {{"-80": "postgresql://…"}}: {error}') from None
+        raise ValueError(f'must be JSON such as {{"-80": "postgresql://…"}}: {error}') from None
 
 
 class TableOptions(Options):
@@ -209,7 +209,14 @@ class TableReader(DataSourceReader):
             shards = tables.map.shards
         # A selection of keys is small, so it is not divided.
         count = 1 if self._selection.keys is not None else self._options.num_partitions
-        return [InputPartition(part) for shard in shards for part in split_shard(shard, count)]
+        parts = []
+        for shard in shards:
+            ranges = shard.key_range.split(count) if count > 1 else [WHOLE_KEYSPACE]
+            # The outer parts extend beyond the shard: it may contain rows of other shards.
+            ranges[0] = replace(ranges[0], start=0)
+            ranges[-1] = replace(ranges[-1], end=KEYSPACE_SIZE)
+            parts += [TableScanPart(shard.address, each) for each in ranges]
+        return [InputPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         part = partition.value
@@ -235,19 +242,6 @@ class FilteringTableReader(TableReader):
         key = parse_definition(self._definition).shard_by
         self._selection = build_selection(filters, key)
         yield from filters
-
-
-def split_shard(shard: Shard, count: int) -> list[TableScanPart]:
-    """Split a shard into ``count`` parts by key.
-
-    The outer parts extend beyond the shard: it may contain rows of other shards.
-    """
-    if count == 1:
-        return [TableScanPart(shard.address, WHOLE_KEYSPACE)]
-    ranges = shard.key_range.split(count)
-    ranges[0] = replace(ranges[0], start=0)
-    ranges[-1] = replace(ranges[-1], end=KEYSPACE_SIZE)
-    return [TableScanPart(shard.address, each) for each in ranges]
 
 
 # ── writing ──

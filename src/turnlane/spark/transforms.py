@@ -136,7 +136,9 @@ def call_transform(name: str, events: DataFrame) -> DataFrame:
         raise ConfigError("transform", f"{name}: {error}") from error
     result = found(events)
     if not isinstance(result, DataFrame):
-        raise ConfigError("transform", f"{name} returned {type(result).__name__}, not a DataFrame")
+        raise ConfigError(
+            "transform", f"{name} must return a DataFrame, not {type(result).__name__}"
+        )
     return result
 
 
