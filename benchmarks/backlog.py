@@ -120,7 +120,7 @@ def compare_reading(
     return Series(found["queue"]), Series(found["bare"])
 
 
-def _row(own: Series, bare: Series, per_event: float) -> list[Cell | None]:
+def _make_row(own: Series, bare: Series, per_event: float) -> list[Cell | None]:
     columns = (
         own.map(lambda speed: speed / 1e6),
         bare.map(lambda speed: speed / 1e6),
@@ -144,9 +144,11 @@ def run(effort: Effort) -> Outcome:
                 for case, prepare in cases.items():
                     turns = rounds.get(case, effort.few_rounds)
                     own, bare = compare_reading(effort, path, events, prepare, turns)
-                    rows[f"{name}, {case}"] = _row(own, bare, count_stored_bytes(path) / events)
+                    rows[f"{name}, {case}"] = _make_row(
+                        own, bare, count_stored_bytes(path) / events
+                    )
                     ratios.setdefault(case, []).append(own.over(bare))
-    return Outcome(_figures(ratios), [Table(_TITLE, "", _COLUMNS, rows, _NOTE)])
+    return Outcome(_make_figures(ratios), [Table(_TITLE, "", _COLUMNS, rows, _NOTE)])
 
 
 _TITLE = "Disk kind: reading a backlog"
@@ -172,7 +174,7 @@ _NOTE = (
 )
 
 
-def _figures(ratios: dict[str, list[Series]]) -> list[Figure]:
+def _make_figures(ratios: dict[str, list[Series]]) -> list[Figure]:
     how = (
         f"`get()` and `done()` of a backlog on disk after opening the queue, at most "
         f"{READ_BATCH:,} events in a batch / `preadv` of the same files in pieces of 1 MiB into "

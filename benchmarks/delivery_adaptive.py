@@ -48,7 +48,7 @@ class Stretch(NamedTuple):
     counted: float
 
 
-def rates(
+def measure_rates(
     server: HttpServer, concurrency: Literal["adaptive"] | int, stretch: Stretch, thrash: float
 ) -> Rates:
     """Deliver over all plateaus; returns events per second on each."""
@@ -56,7 +56,7 @@ def rates(
     over = threading.Event()
     output = create_http_output(server.url)
     with output, Engine(output, settings, LocalDestinationState(settings)) as engine:
-        lane = threading.Thread(target=lambda: list(engine.run(_endless(over))))
+        lane = threading.Thread(target=lambda: list(engine.run(_yield_endlessly(over))))
         server.control(slots=PLATEAUS[0], seconds=SERVICE_SECONDS, thrash=thrash)
         lane.start()
         found = tuple(_measure_plateau(server, slots, stretch) for slots in PLATEAUS)
@@ -76,7 +76,7 @@ def _measure_plateau(server: HttpServer, slots: int, stretch: Stretch) -> float:
     return max(1.0, float(server.counts()["events"])) / (time.monotonic() - started)
 
 
-def _endless(over: threading.Event) -> Iterator[Block]:
+def _yield_endlessly(over: threading.Event) -> Iterator[Block]:
     (block,) = make_blocks(1000)
     while not over.is_set():
         yield block
@@ -91,15 +91,18 @@ def run(effort: Effort, server: HttpServer) -> Outcome:
     stretch = Stretch(effort.seconds(0.9, 4.0), effort.seconds(0.7, 4.0))
     for ending, (thrash, words) in list(KINDS.items())[: 1 if effort.quick else None]:
         found = alternate(
-            {name: partial(rates, server, each, stretch, thrash) for name, each in names.items()},
+            {
+                name: partial(measure_rates, server, each, stretch, thrash)
+                for name, each in names.items()
+            },
             1 if effort.quick else 3,
         )
-        outcome.add(Outcome(_figures(found, ending, words), [_table(found, words)]))
+        outcome.add(Outcome(_make_figures(found, ending, words), [_make_table(found, words)]))
     server.control(**AT_ONCE)
     return outcome
 
 
-def _figures(found: dict[str, list[Rates]], ending: str, words: str) -> list[Figure]:
+def _make_figures(found: dict[str, list[Rates]], ending: str, words: str) -> list[Figure]:
     own = found[ADAPTIVE]
     others = [each for name, each in found.items() if name != ADAPTIVE]
     against: dict[str, list[float]] = {"best": [], "worst": []}
@@ -123,7 +126,7 @@ def _figures(found: dict[str, list[Rates]], ending: str, words: str) -> list[Fig
     ]
 
 
-def _table(found: dict[str, list[Rates]], words: str) -> Table:
+def _make_table(found: dict[str, list[Rates]], words: str) -> Table:
     return Table(
         f"A server whose capacity changes, and which {words}",
         "events/s",

@@ -96,7 +96,7 @@ def create_http_output(url: str) -> HttpOutput:
     return HttpOutput(HttpOutputSettings(url=url, format="raw"))
 
 
-def delivered(output: Output, settings: DeliverySettings, blocks: Sequence[Block]) -> float:
+def measure_delivery(output: Output, settings: DeliverySettings, blocks: Sequence[Block]) -> float:
     """Return the seconds that the engine needs for these blocks."""
     with output, Engine(output, settings, LocalDestinationState(settings)) as engine:
         started = time.perf_counter()
@@ -114,8 +114,8 @@ def run(effort: Effort, server: HttpServer) -> Outcome:
     unsplit = settings.model_copy(update={"pipelined": False})
     contestants: dict[str, Callable[[], float]] = {
         BARE: lambda: events / post_bare(server.url, bodies, CONCURRENCY),
-        ENGINE: lambda: events / delivered(create_http_output(server.url), settings, blocks),
-        UNSPLIT: lambda: events / delivered(create_http_output(server.url), unsplit, blocks),
+        ENGINE: lambda: events / measure_delivery(create_http_output(server.url), settings, blocks),
+        UNSPLIT: lambda: events / measure_delivery(create_http_output(server.url), unsplit, blocks),
     }
     found: dict[str, dict[str, Series]] = {}
     with freeze_gc():
@@ -126,7 +126,7 @@ def run(effort: Effort, server: HttpServer) -> Outcome:
         overhead = Series([_measure_overhead(settings, blocks) for _ in range(effort.rounds)])
     figures = [_compare_with_bare(ending, each) for ending, each in found.items()]
     figures += [_compare_with_unsplit(ending, each) for ending, each in found.items()]
-    return Outcome([*figures, _costs(overhead)], [_table(found)])
+    return Outcome([*figures, _make_overhead_figure(overhead)], [_make_table(found)])
 
 
 def _compare_with_bare(ending: str, rates: dict[str, Series]) -> Figure:
@@ -150,7 +150,7 @@ def _compare_with_unsplit(ending: str, rates: dict[str, Series]) -> Figure:
     )
 
 
-def _costs(overhead: Series) -> Figure:
+def _make_overhead_figure(overhead: Series) -> Figure:
     return make_figure(
         "engine_overhead_us",
         overhead,
@@ -160,7 +160,7 @@ def _costs(overhead: Series) -> Figure:
     )
 
 
-def _table(found: dict[str, dict[str, Series]]) -> Table:
+def _make_table(found: dict[str, dict[str, Series]]) -> Table:
     return Table(
         "Posting batches to an HTTP server",
         "events/s",
@@ -176,4 +176,4 @@ def _table(found: dict[str, dict[str, Series]]) -> Table:
 def _measure_overhead(settings: DeliverySettings, blocks: Sequence[Block]) -> float:
     batches = sum(-(-block.num_rows // BATCH) for block in blocks)
     nowhere = DiscardOutput(OutputSettings(type="discard"))
-    return delivered(nowhere, settings, blocks) / batches * 1e6
+    return measure_delivery(nowhere, settings, blocks) / batches * 1e6

@@ -130,12 +130,12 @@ def find_seconds_to_full(counts: dict[str, Any]) -> float:
     buckets = [arrived.get(at, 0) for at in range(first, last + 1)]
     width = max(1, int(min(WINDOW, (last - first) * BUCKET / 4) / BUCKET))
     sums = [sum(buckets[at : at + width]) for at in range(max(1, len(buckets) - width))]
-    usual = _median(sums, buckets)
+    usual = _find_median(sums, buckets)
     full = next(at for at, each in enumerate(sums) if each >= FULL * usual)
     return max(full * BUCKET, BUCKET)
 
 
-def _median(values: list[int], weights: list[int]) -> int:
+def _find_median(values: list[int], weights: list[int]) -> int:
     """Return the weighted median."""
     ordered = sorted(zip(values, weights, strict=False))
     so_far = list(accumulate(weight for _, weight in ordered))
@@ -165,14 +165,14 @@ def drain_rsyslog(effort: Effort, events: int) -> float:
     )
     with (
         effort.place() as place,
-        rsyslog.running(place, rsyslog.ASSISTED, rules) as into,
-        contextlib.closing(_sender(place, into, events)) as sender,
+        rsyslog.run_rsyslogd(place, rsyslog.ASSISTED, rules) as into,
+        contextlib.closing(_create_sender(place, into, events)) as sender,
     ):
         sender.send()
         return _measure_receiving(port, sender.events)
 
 
-def _sender(place: Path, port: int, events: int) -> Sender:
+def _create_sender(place: Path, port: int, events: int) -> Sender:
     return Sender(place, port, make_syslog_messages(10_000, SIZE - 1), events)
 
 
@@ -215,7 +215,7 @@ def run(effort: Effort, spark: SparkSession, server: HttpServer) -> Outcome:
         BARE: loop,
         FORWARD: partial(drain_syslog, effort, spark, forwarded),
     }
-    if rsyslog.program() is not None:
+    if rsyslog.find_program() is not None:
         contestants[RSYSLOG] = partial(drain_rsyslog, effort, forwarded)
     if not effort.is_trial:
         drain_http(effort, spark, server, events // 10)  # Java compiles code that runs often.
@@ -225,11 +225,13 @@ def run(effort: Effort, spark: SparkSession, server: HttpServer) -> Outcome:
         [] if RSYSLOG in found else ["There is no comparison with rsyslogd: it is not installed."]
     )
     return Outcome(
-        list(_figures(found, Series(recoveries))), [_table(found, events, forwarded)], remarks
+        list(_make_figures(found, Series(recoveries))),
+        [_make_table(found, events, forwarded)],
+        remarks,
     )
 
 
-def _figures(found: dict[str, Series], recoveries: Series) -> Iterator[Figure]:
+def _make_figures(found: dict[str, Series], recoveries: Series) -> Iterator[Figure]:
     yield make_figure(
         "drain_vs_bare",
         found[LANE].over(found[BARE]),
@@ -257,7 +259,7 @@ def _figures(found: dict[str, Series], recoveries: Series) -> Iterator[Figure]:
     )
 
 
-def _table(found: dict[str, Series], events: int, forwarded: int) -> Table:
+def _make_table(found: dict[str, Series], events: int, forwarded: int) -> Table:
     return Table(
         "A backlog after an outage",
         "events/s",

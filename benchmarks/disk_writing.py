@@ -180,7 +180,7 @@ def compare_writing(effort: Effort, task: Task, rounds: int) -> Comparison:
     )
 
 
-def worst(comparisons: Sequence[Comparison]) -> Series:
+def find_worst(comparisons: Sequence[Comparison]) -> Series:
     """Return the lowest of the ratios."""
     return min((each.ratio for each in comparisons), key=lambda ratio: ratio.median)
 
@@ -216,8 +216,8 @@ def measure_writing(effort: Effort) -> Outcome:
     plain, default = how.format("`compression: none`"), how.format("default settings")
     return Outcome(
         [
-            make_figure("disk_write_ratio", worst(found["none"]), plain, at_least=0.7),
-            make_figure("disk_write_auto_ratio", worst(found["auto"]), default),
+            make_figure("disk_write_ratio", find_worst(found["none"]), plain, at_least=0.7),
+            make_figure("disk_write_auto_ratio", find_worst(found["auto"]), default),
         ],
         [Table("Disk kind: writing", "", COLUMNS, rows, note)],
     )

@@ -58,7 +58,7 @@ def measure_synced_puts(
     return sum(counts) / elapsed
 
 
-def _name(kind: type[Contestant], producers: int) -> str:
+def _make_name(kind: type[Contestant], producers: int) -> str:
     return f"{kind.label}, {producers} producer{'s' if producers > 1 else ''}"
 
 
@@ -77,7 +77,7 @@ def run(effort: Effort) -> Outcome:
     def compare(some: Sequence[Entrant], size: int, rounds: int) -> dict[str, list[float]]:
         return alternate(
             {
-                _name(kind, producers): partial(
+                _make_name(kind, producers): partial(
                     measure_synced_puts, effort, kind, producers, seconds, size
                 )
                 for kind, producers in some
@@ -91,8 +91,8 @@ def run(effort: Effort) -> Outcome:
         name: [Cell.of(Series(found[size][name])) for size in (FIGURED, 1_000)]
         for name in found[FIGURED]
     }
-    own = {count: Series(found[FIGURED][_name(AlwaysDisk, count)]) for count in PRODUCERS}
-    peer = Series(found[FIGURED][_name(PersistFileAutosave, 1)])
+    own = {count: Series(found[FIGURED][_make_name(AlwaysDisk, count)]) for count in PRODUCERS}
+    peer = Series(found[FIGURED][_make_name(PersistFileAutosave, 1)])
     how = "100-byte events one by one, `always`: 64 blocking producers / 1 blocking producer"
     synced = (
         "100-byte events one by one: `always`, 1 blocking producer / persist-queue's file queue "

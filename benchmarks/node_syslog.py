@@ -31,7 +31,7 @@ SIZE = 100
 OURS = "turnlane disk, always"
 
 
-def rate(place: Path, port: int, events: int, secure: Callable[[], object]) -> float:
+def measure_rate(place: Path, port: int, events: int, secure: Callable[[], object]) -> float:
     """Return events per second until all are sent and received, and ``secure`` has returned."""
     messages = make_syslog_messages(20_000, SIZE - 1)
     with contextlib.closing(Sender(place, port, messages, events)) as sender:
@@ -50,7 +50,9 @@ def measure_turnlane(effort: Effort, events: int) -> float:
         consumer.start()
         with SyslogInput(settings, node) as source:
             source.start()
-            found = rate(place, source.addresses["tcp"].port, events, partial(source.stop, 600.0))
+            found = measure_rate(
+                place, source.addresses["tcp"].port, events, partial(source.stop, 600.0)
+            )
         node.queue("main").finish()
         consumer.join()
     return found
@@ -65,15 +67,15 @@ def _drop_all(queue: BufferedQueue) -> None:
 def measure_rsyslog(effort: Effort, kind: str, events: int) -> float:
     """Into a ruleset's queue of rsyslogd, fed by imptcp."""
     away = 'action(type="omfile" file="/dev/null")'
-    with effort.place() as place, rsyslog.running(place, kind, away) as port:
-        return rate(place, port, events, lambda: None)
+    with effort.place() as place, rsyslog.run_rsyslogd(place, kind, away) as port:
+        return measure_rate(place, port, events, lambda: None)
 
 
 def run(effort: Effort) -> Outcome:
     """turnlane, and rsyslogd with both of its queues if it is installed."""
     events = effort.events(200_000, 1_000_000)
     contestants = {OURS: partial(measure_turnlane, effort, events)}
-    if rsyslog.program() is not None:
+    if rsyslog.find_program() is not None:
         for kind in rsyslog.QUEUES:
             contestants[kind] = partial(measure_rsyslog, effort, kind, events)
     found = {name: Series(rates) for name, rates in alternate(contestants, effort.rounds).items()}
@@ -95,7 +97,9 @@ def run(effort: Effort) -> Outcome:
         f"{CONNECTIONS} connections, newlines. turnlane's time includes the sync of all events.",
     )
     remarks = (
-        [] if rsyslog.program() else ["There is no comparison with rsyslogd: it is not installed."]
+        []
+        if rsyslog.find_program()
+        else ["There is no comparison with rsyslogd: it is not installed."]
     )
     return Outcome(figures, [table], remarks)
 

@@ -95,7 +95,7 @@ class CopyingTransport:
         return self._node.get(max_events, timeout)
 
 
-def _node(directory: Path) -> turnlane.Queue:
+def _open_node(directory: Path) -> turnlane.Queue:
     return turnlane.open_queue(
         kind="disk", path=directory / "node", memory_bytes="4Gi", durability="interval"
     )
@@ -116,7 +116,7 @@ def _publish(client: turnlane.Queue, events: int) -> None:
 
 def publish_through_proxy(directory: Path, events: int) -> list[object]:
     """Publish through a proxy queue until the node has all events; returns the queues."""
-    node = _node(directory)
+    node = _open_node(directory)
     client = turnlane.open_queue(kind="proxy", transport=CopyingTransport(node))
     _publish(client, events)
     # When this event is acked, the proxy knows that all events before it are persisted.
@@ -129,7 +129,7 @@ def publish_through_proxy(directory: Path, events: int) -> list[object]:
 
 def publish_through_own_queue(directory: Path, events: int) -> list[object]:
     """Publish through a client's own queue, which keeps events until they are acked."""
-    node = _node(directory)
+    node = _open_node(directory)
     client = turnlane.open_queue(kind="memory", size=events, max_bytes="4Gi")
     _publish(client, events)
     sent = []
@@ -144,7 +144,7 @@ def publish_through_own_queue(directory: Path, events: int) -> list[object]:
 
 def publish_into_node(directory: Path, events: int) -> list[object]:
     """Publish into the node directly, for comparison."""
-    node = _node(directory)
+    node = _open_node(directory)
     _publish(node, events)
     _wait_for(node, events)
     return [node]

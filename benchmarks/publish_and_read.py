@@ -36,7 +36,7 @@ Timings = Mapping[str, Sequence[Timing]]
 
 
 def publish_one_by_one(effort: Effort, kind: Kind, size: int) -> Timing:
-    lines = make_log_lines(_events(effort, kind, size), size)
+    lines = make_log_lines(_count_events(effort, kind, size), size)
     with effort.place() as directory:
         contestant = kind(directory, len(lines))
         put = contestant.put
@@ -48,7 +48,7 @@ def publish_one_by_one(effort: Effort, kind: Kind, size: int) -> Timing:
 
 
 def blocks(effort: Effort, kind: Kind, size: int) -> Timing:
-    lines = make_log_lines(_block_events(effort, kind, size), size)
+    lines = make_log_lines(_count_block_events(effort, kind, size), size)
     with effort.place() as directory:
         contestant = kind(directory, len(lines))
         assert isinstance(contestant, Turnlane)
@@ -62,7 +62,7 @@ def blocks(effort: Effort, kind: Kind, size: int) -> Timing:
 
 
 def publish_blocks_from_bytes(effort: Effort, kind: Kind, size: int) -> Timing:
-    lines = make_log_lines(_block_events(effort, kind, size), size)
+    lines = make_log_lines(_count_block_events(effort, kind, size), size)
     with effort.place() as directory:
         contestant = kind(directory, len(lines))
         grouped = split_into_blocks(lines, BLOCK)
@@ -73,17 +73,17 @@ def publish_blocks_from_bytes(effort: Effort, kind: Kind, size: int) -> Timing:
             return _finish(contestant, started, len(lines))
 
 
-def _events(effort: Effort, kind: Kind, size: int) -> int:
+def _count_events(effort: Effort, kind: Kind, size: int) -> int:
     return effort.events(kind.events if size <= 100 else kind.events // 2)
 
 
-def _block_events(effort: Effort, kind: Kind, size: int) -> int:
+def _count_block_events(effort: Effort, kind: Kind, size: int) -> int:
     """Return how many events to publish in blocks: more than one by one, because it is fast."""
     return effort.events(5 * kind.events * 100 // size)
 
 
 def publish_from_threads(effort: Effort, kind: Kind, size: int) -> Timing:
-    lines = make_log_lines(_events(effort, kind, size), size)
+    lines = make_log_lines(_count_events(effort, kind, size), size)
     shares = [lines[number::THREADS] for number in range(THREADS)]
     with effort.place() as directory:
         contestant = kind(directory, len(lines))
@@ -110,9 +110,9 @@ def _put_all(
         put(line)
 
 
-def reading(effort: Effort, kind: Kind, size: int) -> Timing:
+def read_published(effort: Effort, kind: Kind, size: int) -> Timing:
     """Take and settle events that were just published; a disk queue has them in memory."""
-    lines = make_log_lines(_events(effort, kind, size), size)
+    lines = make_log_lines(_count_events(effort, kind, size), size)
     with effort.place() as directory:
         contestant = kind(directory, len(lines))
         for values in split_into_blocks(lines, BLOCK):
@@ -154,22 +154,22 @@ def run(effort: Effort) -> Outcome:
     )
     read = _compare(
         effort,
-        reading,
+        read_published,
         (Memory, Disk, DiskValues, StandardQueue, PersistFile, PersistSqlite, Sqlite),
         figured=(),
     )
     outcome.tables += [
-        _table("Publish one by one, one thread", singles, _SAFE),
-        _table("Publish ready-made blocks of 1,000", ready, _SAFE),
-        _table("Publish blocks of 1,000, made of Python bytes", given, _SAFE),
-        _table("Publish one by one from 8 threads", threads, _SAFE),
-        _table("Get and done", read, _READ, safe=False),
+        _make_table("Publish one by one, one thread", singles, _SAFE),
+        _make_table("Publish ready-made blocks of 1,000", ready, _SAFE),
+        _make_table("Publish blocks of 1,000, made of Python bytes", given, _SAFE),
+        _make_table("Publish one by one from 8 threads", threads, _SAFE),
+        _make_table("Get and done", read, _READ, safe=False),
     ]
     outcome.figures += [
-        _publish_one(singles["100 B"]),
-        _publish_block(ready["100 B"]),
-        _versus_persist_queue(singles["100 B"]),
-        _versus_sqlite(given["100 B"]),
+        _make_publish_one(singles["100 B"]),
+        _make_publish_block(ready["100 B"]),
+        _compare_with_persist_queue(singles["100 B"]),
+        _compare_with_sqlite(given["100 B"]),
     ]
     return outcome
 
@@ -202,56 +202,60 @@ def _compare(
     }
 
 
-def _table(title: str, found: Mapping[str, Timings], note: str, *, safe: bool = True) -> Table:
+def _make_table(title: str, found: Mapping[str, Timings], note: str, *, safe: bool = True) -> Table:
     labels = next(iter(found.values()))
     rows = {
-        label: [cell for timings in found.values() for cell in _cells(timings[label])[: 1 + safe]]
+        label: [
+            cell for timings in found.values() for cell in _make_cells(timings[label])[: 1 + safe]
+        ]
         for label in labels
     }
     columns = [text for size in found for text in (size, f"{size}, safe")[: 1 + safe]]
     return Table(title, "events/s", columns, rows, note)
 
 
-def _cells(timings: Sequence[Timing]) -> list[Cell]:
-    called = Cell.of(_called(timings).map(lambda seconds: 1 / seconds))
-    safe = Cell.of(_safe(timings).map(lambda seconds: 1 / seconds))
+def _make_cells(timings: Sequence[Timing]) -> list[Cell]:
+    called = Cell.of(_get_called(timings).map(lambda seconds: 1 / seconds))
+    safe = Cell.of(_get_safe(timings).map(lambda seconds: 1 / seconds))
     return [called, safe]
 
 
-def _called(timings: Sequence[Timing]) -> Series:
+def _get_called(timings: Sequence[Timing]) -> Series:
     return Series([timing.called for timing in timings])
 
 
-def _safe(timings: Sequence[Timing]) -> Series:
+def _get_safe(timings: Sequence[Timing]) -> Series:
     return Series([timing.safe for timing in timings])
 
 
-def _worse(timings: Timings, part: Callable[[Sequence[Timing]], Series]) -> Series:
+def _find_worse(timings: Timings, part: Callable[[Sequence[Timing]], Series]) -> Series:
     both = [part(timings[kind.label]).map(lambda seconds: seconds * 1e6) for kind in (Memory, Disk)]
     return max(both, key=lambda series: series.median)
 
 
-def _publish_one(timings: Timings) -> Figure:
+def _make_publish_one(timings: Timings) -> Figure:
     how = (
         "`publish()` of 100-byte events from one thread; the worse of a memory queue and a disk "
         "queue with `interval`, which writes at the same time"
     )
-    return make_figure("publish_one_us", _worse(timings, _called), how, unit="µs/event", at_most=2)
+    return make_figure(
+        "publish_one_us", _find_worse(timings, _get_called), how, unit="µs/event", at_most=2
+    )
 
 
-def _publish_block(timings: Timings) -> Figure:
+def _make_publish_block(timings: Timings) -> Figure:
     how = (
         "`publish_block()` of ready-made blocks of 1,000 events, 100-byte events, one thread; the "
         "worse of a memory queue and a disk queue with `interval`; for the disk queue until the "
         "last event is synced, because its buffer would hide the time for writing"
     )
     return make_figure(
-        "publish_block_us", _worse(timings, _safe), how, unit="µs/event", at_most=0.3
+        "publish_block_us", _find_worse(timings, _get_safe), how, unit="µs/event", at_most=0.3
     )
 
 
-def _versus_persist_queue(timings: Timings) -> Figure:
-    ratio = _safe(timings[PersistFile.label]).over(_safe(timings[Disk.label]))
+def _compare_with_persist_queue(timings: Timings) -> Figure:
+    ratio = _get_safe(timings[PersistFile.label]).over(_get_safe(timings[Disk.label]))
     how = (
         "100-byte events one by one until all are on the disk: a disk queue with `interval` / "
         "persist-queue's file queue without `autosave`"
@@ -259,8 +263,8 @@ def _versus_persist_queue(timings: Timings) -> Figure:
     return make_figure("vs_persist_queue", ratio, how, unit="×", at_least=1)
 
 
-def _versus_sqlite(timings: Timings) -> Figure:
-    ratio = _safe(timings[Sqlite.label]).over(_safe(timings[Disk.label]))
+def _compare_with_sqlite(timings: Timings) -> Figure:
+    ratio = _get_safe(timings[Sqlite.label]).over(_get_safe(timings[Disk.label]))
     how = (
         "100-byte events from Python bytes in blocks of 1,000 until all are on the disk: a disk "
         "queue with `interval` / SQLite in WAL mode, `executemany` of 1,000 events in a "

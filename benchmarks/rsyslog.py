@@ -34,18 +34,18 @@ ruleset(name="in" queue.filename="queue" queue.timeoutEnqueue="600000" {queue}) 
 """
 
 
-def program() -> str | None:
+def find_program() -> str | None:
     """Return the path of rsyslogd, if it is installed."""
     return shutil.which("rsyslogd", path="/usr/sbin:/usr/bin:/sbin:/bin")
 
 
 @contextlib.contextmanager
-def running(place: Path, kind: str, rules: str) -> Iterator[int]:
+def run_rsyslogd(place: Path, kind: str, rules: str) -> Iterator[int]:
     """Run a daemon with a queue of this kind in front of the rules; yields its port."""
     port = _find_free_port()
     config = place / "rsyslog.conf"
     config.write_text(_CONFIG.format(place=place, port=port, queue=QUEUES[kind], rules=rules))
-    found = program()
+    found = find_program()
     assert found is not None, "the caller has checked that rsyslogd is installed"
     daemon = subprocess.Popen([found, "-n", "-f", str(config), "-i", str(place / "pid")])
     try:

@@ -15,7 +15,7 @@ from benchmarks.lines import make_syslog_messages
 from benchmarks.measure import Series
 from benchmarks.outcome import Cell, Outcome, Table, make_figure
 from benchmarks.pipeline_process import RunningPipeline, run_pipeline, wait_until
-from benchmarks.spark_lanes import actions
+from benchmarks.spark_lanes import make_actions
 
 LANES = 5
 SETTLE_SECONDS = 5.0
@@ -34,7 +34,7 @@ def get_cpu_seconds() -> dict[int, tuple[str, float]]:
             times, command = each.cpu_times(), each.cmdline()
         except psutil.Error:  # The process has ended.
             continue
-        found[each.pid] = _part(each.pid == this.pid, command), times.user + times.system
+        found[each.pid] = _find_part(each.pid == this.pid, command), times.user + times.system
     return found
 
 
@@ -48,7 +48,7 @@ def compute_cpu_seconds(
     return used
 
 
-def _part(is_this: bool, command: list[str]) -> str:  # noqa: FBT001
+def _find_part(is_this: bool, command: list[str]) -> str:  # noqa: FBT001
     if is_this:
         return "driver"
     if command and command[0].endswith("java"):
@@ -59,7 +59,7 @@ def _part(is_this: bool, command: list[str]) -> str:  # noqa: FBT001
 def make_sections(place: Path, lanes: int) -> dict[str, Any]:
     """Return a configuration with lanes to files."""
     paths = [place / f"out-{number}" for number in range(1, lanes)]
-    return {"main": {}, "parse": "syslog", "actions": actions(paths)}
+    return {"main": {}, "parse": "syslog", "actions": make_actions(paths)}
 
 
 def settle(running: RunningPipeline, seconds: float) -> None:

@@ -26,7 +26,7 @@ THIRD = "third"
 HEALTHY_THIRD, DEAD_THIRD = "with a healthy third lane", "with a dead third lane"
 
 
-def actions(paths: list[Path]) -> list[dict[str, Any]]:
+def make_actions(paths: list[Path]) -> list[dict[str, Any]]:
     """Return an action for each file; every event goes into all files."""
     return [
         {
@@ -38,7 +38,7 @@ def actions(paths: list[Path]) -> list[dict[str, Any]]:
     ]
 
 
-def third(place: Path, *, is_dead: bool) -> dict[str, Any]:
+def make_third_action(place: Path, *, is_dead: bool) -> dict[str, Any]:
     """Return one more action, which gets a sixth of the events.
 
     If it is dead, its output always fails: its path is below a file.
@@ -75,9 +75,9 @@ def lanes(
     events = effort.events(500_000, 3_000_000)
     with effort.place() as place:
         paths = [place / f"out-{number}" for number in range(count)]
-        every = actions(paths)
+        every = make_actions(paths)
         if third_is_dead is not None:
-            every.append(third(place, is_dead=third_is_dead))
+            every.append(make_third_action(place, is_dead=third_is_dead))
         with run_pipeline(
             spark, place, {"main": {}, "parse": "syslog", "actions": every}
         ) as running:
@@ -106,10 +106,10 @@ def run(effort: Effort, spark: SparkSession) -> Outcome:
     ):
         turns = alternate({HEALTHY_THIRD: well, DEAD_THIRD: dead}, rounds)
     found = {name: Series(rates) for name, rates in turns.items()}
-    return Outcome([_loss(found)], [_lanes_table(single), _dead_table(found)])
+    return Outcome([_make_loss_figure(found)], [_make_lanes_table(single), _make_dead_table(found)])
 
 
-def _loss(found: dict[str, Series]) -> Figure:
+def _make_loss_figure(found: dict[str, Series]) -> Figure:
     loss = found[DEAD_THIRD].over(found[HEALTHY_THIRD]).map(lambda ratio: 100 * (1 - ratio))
     how = (
         f"throughput that {HEALTHY} lanes to files lose if the output of a third lane, which gets "
@@ -119,7 +119,7 @@ def _loss(found: dict[str, Series]) -> Figure:
     return make_figure("dead_lane_loss_percent", loss, how, unit="%", at_most=5)
 
 
-def _lanes_table(single: dict[int, float]) -> Table:
+def _make_lanes_table(single: dict[int, float]) -> Table:
     rows = {
         f"{count} lane{'s' if count > 1 else ''}": [
             Cell.of(Series([each])),
@@ -131,6 +131,6 @@ def _lanes_table(single: dict[int, float]) -> Table:
     return Table("The cost of lanes", "", ("events/s", "lines/s"), rows, note)
 
 
-def _dead_table(found: dict[str, Series]) -> Table:
+def _make_dead_table(found: dict[str, Series]) -> Table:
     rows = {name: [Cell.of(series)] for name, series in found.items()}
     return Table(f"{HEALTHY} lanes with a third lane", "events/s", ("100 B",), rows)

@@ -61,7 +61,9 @@ class Lines:
         return all(get_size(self.paths[name]) >= each for name, each in self._expected.items())
 
 
-def rate(place: Path, port: int, lines: Lines, events: int, patience: float = PATIENCE) -> float:
+def measure_rate(
+    place: Path, port: int, lines: Lines, events: int, patience: float = PATIENCE
+) -> float:
     """Return events per second from the first byte to the last line in its file."""
     messages = make_syslog_messages(20_000, SIZE - 1)
     with contextlib.closing(Sender(place, port, messages, events)) as sender:
@@ -88,8 +90,8 @@ def _measure_rsyslog_once(effort: Effort, kind: str, events: int) -> float:
             f'action(type="omfile" file="{path}" template="raw")'
             for name, path in lines.paths.items()
         )
-        with rsyslog.running(place, kind, rules) as port:
-            return rate(place, port, lines, events, STUCK_SECONDS)
+        with rsyslog.run_rsyslogd(place, kind, rules) as port:
+            return measure_rate(place, port, lines, events, STUCK_SECONDS)
 
 
 def make_sections(paths: dict[str, Path]) -> dict[str, Any]:
@@ -110,15 +112,17 @@ INPUTS = [{"type": "syslog", "queue": "main", "tcp": "127.0.0.1:0"}]
 
 
 @contextlib.contextmanager
-def running(effort: Effort, spark: SparkSession, events: int) -> Iterator[Callable[[], float]]:
+def run_warm_pipeline(
+    effort: Effort, spark: SparkSession, events: int
+) -> Iterator[Callable[[], float]]:
     """Run a node and a pipeline until they are warm; yields a function that measures a turn."""
     with effort.place() as place:
         lines = Lines(place)
         with run_pipeline(spark, place, make_sections(lines.paths), INPUTS) as pipeline:
             port = int(pipeline.node.inputs["syslog"].rpartition(":")[2])
-            turn = partial(rate, place, port, lines, events)
+            turn = partial(measure_rate, place, port, lines, events)
             for _ in range(effort.choose(SMALL_WARM_UPS, 1)):
-                rate(place, port, lines, min(events, SMALL))
+                measure_rate(place, port, lines, min(events, SMALL))
             for _ in range(effort.choose(WARM_UPS, 0)):
                 turn()
             yield turn
@@ -127,17 +131,17 @@ def running(effort: Effort, spark: SparkSession, events: int) -> Iterator[Callab
 def run(effort: Effort, spark: SparkSession) -> Outcome:
     """Measure turnlane, and rsyslogd with both kinds of queues if it is installed."""
     events = effort.events(10_000_000, 20_000_000)
-    with running(effort, spark, events) as turn:
+    with run_warm_pipeline(effort, spark, events) as turn:
         contestants = {OURS: turn}
-        if rsyslog.program() is not None:
+        if rsyslog.find_program() is not None:
             for kind, less in ((ASSISTED, 1), (DISK, 10)):
                 contestants[kind] = partial(measure_rsyslog, effort, kind, events // less)
         found = alternate(contestants, effort.rounds)
     rates = {name: Series(each) for name, each in found.items()}
-    return Outcome(_figures(rates), [_table(rates)], _remarks())
+    return Outcome(_make_figures(rates), [_make_table(rates)], _make_remarks())
 
 
-def _figures(found: dict[str, Series]) -> list[Any]:
+def _make_figures(found: dict[str, Series]) -> list[Any]:
     how = (
         f"{SIZE}-byte messages over TCP, synced main queue, parse, filter, two lanes with synced "
         f"queues, lines in two files, Spark on {MASTER} / rsyslogd, the same filters and files, "
@@ -159,7 +163,7 @@ def _figures(found: dict[str, Series]) -> list[Any]:
     ]
 
 
-def _table(found: dict[str, Series]) -> Table:
+def _make_table(found: dict[str, Series]) -> Table:
     return Table(
         "From syslog to files",
         "events/s",
@@ -169,7 +173,9 @@ def _table(found: dict[str, Series]) -> Table:
     )
 
 
-def _remarks() -> list[str]:
+def _make_remarks() -> list[str]:
     return (
-        [] if rsyslog.program() else ["There is no comparison with rsyslogd: it is not installed."]
+        []
+        if rsyslog.find_program()
+        else ["There is no comparison with rsyslogd: it is not installed."]
     )

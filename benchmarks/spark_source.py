@@ -46,7 +46,7 @@ def write_parquet(place: Path, blocks: Sequence[Block]) -> None:
     """Write a file for each block."""
     place.mkdir()
     for number, block in enumerate(blocks):
-        pq.write_table(pa.table(_columns(block)), place / f"{number:05}.parquet")
+        pq.write_table(pa.table(_select_columns(block)), place / f"{number:05}.parquet")
 
 
 def write_json(spark: SparkSession, parquet: Path, place: Path) -> None:
@@ -56,7 +56,7 @@ def write_json(spark: SparkSession, parquet: Path, place: Path) -> None:
         made.write.json(str(place / path.stem))
 
 
-def _columns(block: Block) -> dict[str, pa.Array]:  # type: ignore[type-arg]
+def _select_columns(block: Block) -> dict[str, pa.Array]:  # type: ignore[type-arg]
     names = [part.split()[0] for part in SCHEMA.split(", ")]
     columns = {name: block.column(name) for name in names}
     return {**columns, "value": columns["value"].cast(pa.string())}
@@ -87,7 +87,7 @@ def open_file_stream(spark: SparkSession, form: str, path: str, files: int = FIL
     return reader.load(path)
 
 
-def rate(open_stream: Open, place: Path) -> float:
+def measure_rate(open_stream: Open, place: Path) -> float:
     """Return events per second of all batches except the first."""
     writer = open_stream().where(FILTER).writeStream.format("noop")
     query = writer.trigger(availableNow=True).option("checkpointLocation", str(place)).start()
@@ -100,7 +100,7 @@ def rate(open_stream: Open, place: Path) -> float:
 def measure_turn(effort: Effort, open_stream: Open) -> float:
     """Measure one turn with a new checkpoint."""
     with effort.place() as place:
-        return rate(open_stream, place / "checkpoint")
+        return measure_rate(open_stream, place / "checkpoint")
 
 
 def events(effort: Effort) -> list[Block]:
@@ -129,9 +129,9 @@ def run(effort: Effort, spark: SparkSession) -> Outcome:
     batch = blocks[0].num_rows * FILES
     with effort.place() as place, run_node(place, {"main": {}}) as node:
         parquet, small, json = place / "parquet", place / "small", place / "json"
-        measure_flight(node, _pieces(blocks, BLOCK))
+        measure_flight(node, _split_blocks(blocks, BLOCK))
         write_parquet(parquet, blocks)
-        write_parquet(small, _pieces(blocks, -(-blocks[0].num_rows // SMALL)))
+        write_parquet(small, _split_blocks(blocks, -(-blocks[0].num_rows // SMALL)))
         write_json(spark, parquet, json)
         spark.dataSource.register(BareSource)
         streams: dict[str, Open] = {
@@ -145,15 +145,15 @@ def run(effort: Effort, spark: SparkSession) -> Outcome:
         if not effort.is_trial:
             alternate(turns, 1)
         found = {name: Series(rates) for name, rates in alternate(turns, effort.rounds).items()}
-    return Outcome(_figures(found, batch), [_table(found, batch)])
+    return Outcome(_make_figures(found, batch), [_make_table(found, batch)])
 
 
-def _pieces(blocks: Sequence[Block], most: int) -> list[Block]:
+def _split_blocks(blocks: Sequence[Block], most: int) -> list[Block]:
     """Split events into blocks of at most ``most`` events."""
     return [block.slice(at, most) for block in blocks for at in range(0, block.num_rows, most)]
 
 
-def _figures(found: dict[str, Series], batch: int) -> list[Figure]:
+def _make_figures(found: dict[str, Series], batch: int) -> list[Figure]:
     how = (
         f"100-byte events, batches of {batch:,}, filter, noop, Spark on {MASTER}: "
         '`format("turnlane")` from a node\'s disk queue / '
@@ -178,7 +178,7 @@ def _figures(found: dict[str, Series], batch: int) -> list[Figure]:
     return [*figures, limit]
 
 
-def _table(found: dict[str, Series], batch: int) -> Table:
+def _make_table(found: dict[str, Series], batch: int) -> Table:
     return Table(
         "Streams into Spark",
         "events/s",

@@ -9,14 +9,14 @@ from benchmarks import table_churn, table_lag, table_shards, table_throughput
 from benchmarks.command import main
 from benchmarks.effort import Effort
 from benchmarks.outcome import Outcome
-from benchmarks.table_databases import databases
+from benchmarks.table_databases import start_databases
 from benchmarks.table_producer import Producer
 
 
 def run(effort: Effort) -> Outcome:
     """All measurements of queue tables."""
     outcome = Outcome()
-    with databases(effort) as urls, Producer() as producer:
+    with start_databases(effort) as urls, Producer() as producer:
         postgres = urls["PostgreSQL"]
         outcome.add(table_throughput.compare_contestants(effort, postgres, producer))
         outcome.add(table_lag.run(effort, urls, producer))

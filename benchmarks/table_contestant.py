@@ -20,7 +20,7 @@ BATCH = 1_000
 QUEUE = "CREATE QUEUE {} (user_id BIGINT, payload VARCHAR(256)) SHARD BY (user_id)"
 
 
-def row(at: int) -> dict[str, Any]:
+def make_row(at: int) -> dict[str, Any]:
     """Return an event of about 100 bytes."""
     return {"user_id": at, "payload": f"{at:0100}"}
 
@@ -117,15 +117,15 @@ class Turnlane(TableContestant):
 
     def one(self, count: int) -> None:
         for at in range(count):
-            self.queue.enqueue(self._connection, row(at))
+            self.queue.enqueue(self._connection, make_row(at))
 
     def batch(self, first: int, count: int) -> None:
         with self._database.dialect.transaction(self._connection):
-            self.queue.enqueue_many(self._connection, map(row, range(first, first + count)))
+            self.queue.enqueue_many(self._connection, map(make_row, range(first, first + count)))
 
     def consume(self, receivers: int, done: Done) -> None:
         with self._database.queue(self.name) as queue:
-            received(queue.receive, receivers, done)
+            receive_all(queue.receive, receivers, done)
             self.statements = queue.manager().store.session.statements
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Turnlane(TableContestant):
         self._database.close()
 
 
-def received(receive: Callable[[str, int], table.Receiver], receivers: int, done: Done) -> None:
+def receive_all(receive: Callable[[str, int], table.Receiver], receivers: int, done: Done) -> None:
     """Receive and ack with a thread for each receiver, until ``done`` and all acks are stored."""
     with contextlib.ExitStack() as stack:
         prefetch = max(BATCH, 4 * BATCH // receivers)

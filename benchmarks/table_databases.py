@@ -10,7 +10,7 @@ from tests.table.servers import MariadbServer, PostgresServer
 
 
 @contextlib.contextmanager
-def databases(effort: Effort) -> Iterator[dict[str, str]]:
+def start_databases(effort: Effort) -> Iterator[dict[str, str]]:
     """Start the databases; yields their addresses by name. MariaDB only if it is installed."""
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(effort.place())

@@ -73,7 +73,7 @@ def measure_backlog(url: str, count: int) -> Lags:
     return Lags(get_percentile(lags, 0.5), get_percentile(lags, 0.99), statements)
 
 
-def idle(urls: dict[str, str], settled: float, seconds: float) -> dict[str, float]:
+def measure_idle(urls: dict[str, str], settled: float, seconds: float) -> dict[str, float]:
     """Return statements per second of managers with empty queues, on all databases at once."""
     with contextlib.ExitStack() as stack:
         sessions = {}
@@ -100,10 +100,13 @@ def run(effort: Effort, urls: dict[str, str], producer: Producer) -> Outcome:
     outcome = Outcome()
     count = max(100, round(RATE * effort.seconds(3.0, 20.0)))
     settled = effort.seconds(SETTLED, SETTLED)
-    resting = idle(urls, settled, max(SETTLED, effort.seconds(4.0, 30.0)))
+    resting = measure_idle(urls, settled, max(SETTLED, effort.seconds(4.0, 30.0)))
     for name, url in urls.items():
         rounds = effort.rounds if name == "PostgreSQL" else effort.few_rounds
-        rated = [Series(each) for each in zip(*_repeat(url, producer, count, rounds), strict=True)]
+        rated = [
+            Series(each)
+            for each in zip(*_measure_rounds(url, producer, count, rounds), strict=True)
+        ]
         backlog = measure_backlog(url, effort.events(BACKLOG // 5, BACKLOG))
         single = [Series([each]) for each in (backlog.half, backlog.most, resting[name])]
         rows[name] = [Cell.of(each) for each in (*rated, *single)]
@@ -113,11 +116,11 @@ def run(effort: Effort, urls: dict[str, str], producer: Producer) -> Outcome:
                 make_figure("idle_statements_per_s", single[2], IDLE, at_most=5.0),
             ]
     columns = ("p50 ms", "p99 ms", "statements/event", "backlog p50 ms", "backlog p99 ms", "idle/s")
-    outcome.tables.append(Table("From due to received", "", columns, rows, _note(effort)))
+    outcome.tables.append(Table("From due to received", "", columns, rows, _make_note(effort)))
     return outcome
 
 
-def _repeat(url: str, producer: Producer, count: int, rounds: int) -> list[Lags]:
+def _measure_rounds(url: str, producer: Producer, count: int, rounds: int) -> list[Lags]:
     return [measure_at_rate(url, producer, count) for _ in range(rounds)]
 
 
@@ -132,7 +135,7 @@ IDLE = (
 )
 
 
-def _note(effort: Effort) -> str:
+def _make_note(effort: Effort) -> str:
     backlog = effort.events(BACKLOG // 5, BACKLOG)
     return (
         "At 1,000 inserts per second, one by one. Statements of the manager's connection are "

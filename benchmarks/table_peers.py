@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import psycopg
 
-from benchmarks.table_contestant import BATCH, Done, TableContestant, row
+from benchmarks.table_contestant import BATCH, Done, TableContestant, make_row
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Warnings of their dependencies.
@@ -53,7 +53,8 @@ class SkipLocked(TableContestant):
     def one(self, count: int) -> None:
         for at in range(count):
             self._connection.execute(
-                "INSERT INTO by_hand (user_id, payload) VALUES (%s, %s)", tuple(row(at).values())
+                "INSERT INTO by_hand (user_id, payload) VALUES (%s, %s)",
+                tuple(make_row(at).values()),
             )
 
     def batch(self, first: int, count: int) -> None:
@@ -63,7 +64,7 @@ class SkipLocked(TableContestant):
             cursor.copy("COPY by_hand (user_id, payload) FROM STDIN") as copy,
         ):
             for at in range(first, first + count):
-                copy.write_row(tuple(row(at).values()))
+                copy.write_row(tuple(make_row(at).values()))
 
     def consume(self, receivers: int, done: Done) -> None:
         with concurrent.futures.ThreadPoolExecutor(receivers) as pool:
@@ -112,13 +113,13 @@ class PgQueuer(TableContestant):
     def one(self, count: int) -> None:
         async def enqueue() -> None:
             for at in range(count):
-                await self._queries.enqueue("job", row(at)["payload"].encode())
+                await self._queries.enqueue("job", make_row(at)["payload"].encode())
 
         self._run(enqueue())
 
     def batch(self, first: int, count: int) -> None:
         payloads: list[bytes | None] = [
-            row(at)["payload"].encode() for at in range(first, first + count)
+            make_row(at)["payload"].encode() for at in range(first, first + count)
         ]
         self._run(self._queries.enqueue(["job"] * count, payloads, [0] * count))
 
@@ -177,10 +178,10 @@ class Procrastinate(TableContestant):
 
     def one(self, count: int) -> None:
         for at in range(count):
-            self._task.defer(**row(at))
+            self._task.defer(**make_row(at))
 
     def batch(self, first: int, count: int) -> None:
-        self._task.batch_defer(*map(row, range(first, first + count)))
+        self._task.batch_defer(*map(make_row, range(first, first + count)))
 
     def consume(self, receivers: int, done: Done) -> None:
         asyncio.run(self._work(receivers, done))

@@ -9,7 +9,7 @@ import psycopg
 from benchmarks.effort import Effort
 from benchmarks.measure import Series
 from benchmarks.outcome import Cell, Outcome, Table
-from benchmarks.table_contestant import QUEUE, Done, TableContestant, received, row
+from benchmarks.table_contestant import QUEUE, Done, TableContestant, make_row, receive_all
 from benchmarks.table_producer import Producer
 from benchmarks.table_throughput import COMPARED, Sustained
 from turnlane import table
@@ -39,13 +39,13 @@ class Sharded(TableContestant):
 
     def one(self, count: int) -> None:
         for at in range(count):
-            self._queue.put([row(at)])
+            self._queue.put([make_row(at)])
 
     def batch(self, first: int, count: int) -> None:
-        self._queue.put(map(row, range(first, first + count)))
+        self._queue.put(map(make_row, range(first, first + count)))
 
     def consume(self, receivers: int, done: Done) -> None:
-        received(self._queue.receive, receivers, done)
+        receive_all(self._queue.receive, receivers, done)
 
     def close(self) -> None:
         self._database.close()

@@ -97,10 +97,10 @@ def compare_contestants(effort: Effort, url: str, producer: Producer) -> Outcome
         "ahead; another process receives and acks, until the last ack is stored."
     )
     table = Table("Queue tables side by side", "events/s", columns, rows, note)
-    return Outcome([*_figures(rates), _statements(sustained.statements)], [table])
+    return Outcome([*_make_figures(rates), _make_statements_figure(sustained.statements)], [table])
 
 
-def _figures(rates: dict[tuple[str, int], Series]) -> list[Figure]:
+def _make_figures(rates: dict[tuple[str, int], Series]) -> list[Figure]:
     own = rates[Turnlane.label, COMPARED]
     how = f"sustained, {COMPARED} receivers, the same PostgreSQL: turnlane / "
     figures = [
@@ -114,7 +114,7 @@ def _figures(rates: dict[tuple[str, int], Series]) -> list[Figure]:
     return [*figures, make_figure("vs_skip_locked", by_hand, how + words, unit="×", at_least=1.0)]
 
 
-def _statements(found: list[float]) -> Figure:
+def _make_statements_figure(found: list[float]) -> Figure:
     how = (
         "sustained, all numbers of receivers: statements that the manager's connection sends, "
         "including BEGIN and COMMIT / events"
