@@ -68,7 +68,7 @@ class LaneShape(StrEnum):
     it stays, and the queue is settled after each batch of the checkpoint."""
     QUEUE_SINK = "queue_sink"
     """SQL, or a query with state, into a queue: rows cannot be settled one by one, because they do
-    not say of which events they are. The checkpoint numbers the batches, and the queue's node
+    not say which events they come from. The checkpoint numbers the batches, and the queue's node
     takes no batch twice."""
     FOREACH_BATCH = "foreach_batch"
     """SQL, or a query with state, into any other output: as ``QUEUE_SINK``, but tasks deliver each
@@ -105,7 +105,7 @@ def choose_action_shape(action: ActionSettings, *, is_stateful: bool) -> LaneSha
 def has_own_query(action: ActionSettings, *, is_stateful: bool) -> bool:
     """Whether a checkpoint fits only this query of the action and no other.
 
-    Also a checkpoint of SQL without state: the rows of SQL do not say of which events they are.
+    Also a checkpoint of SQL without state: the rows of SQL do not say which events they come from.
     """
     return action.sql is not None or is_stateful
 

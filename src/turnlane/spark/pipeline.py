@@ -441,11 +441,6 @@ class PipelinePlan:
     """The options by which ``format("turnlane")`` reaches the nodes."""
     checkpoints: Path
 
-    def create_pipeline(self, spark: SparkSession) -> Pipeline:
-        """Create the pipeline, with no lane started."""
-        prepare = partial(create_missing_queues, self)
-        return Pipeline(self.settings, self.access, spark, self.checkpoints, prepare)
-
 
 class LanesStillRunning(RetryLater):
     """Lanes that were stopped have not ended yet."""
@@ -485,7 +480,8 @@ class PipelineRunner:
         lane runs instead of them: try again.
         """
         with self._lock:
-            pipeline = plan.create_pipeline(self._spark)
+            prepare = partial(create_missing_queues, plan)
+            pipeline = Pipeline(plan.settings, plan.access, self._spark, plan.checkpoints, prepare)
             stateful_actions = pipeline.check()
             create_missing_queues(plan)
             left = self.stop()
