@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
@@ -24,7 +25,10 @@ from tests.outputs.web_servers import (
 )
 from turnlane.delivery.error_policy import get_error_type
 from turnlane.errors import Never, PayloadTooLarge, RetryLater, TurnlaneError
+from turnlane.outputs.connections import ClientTls
 from turnlane.outputs.http_client import (
+    HttpClient,
+    HttpLimits,
     HttpResponse,
     get_response_error,
     parse_retry_after,
@@ -262,6 +266,38 @@ def test_idle_connection_closed_by_the_server_is_replaced(server: Server) -> Non
         for _ in range(3):
             output.send(output.prepare(make_events([b"a"])))
     assert server.connections == 3
+
+
+@pytest.mark.parametrize(
+    ("raw", "body", "is_complete"),
+    [
+        (b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n", b"abcde", True),
+        (b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n", b"abc", False),
+        (b"Content-Length: 10\r\n\r\nabc", b"abc", False),
+        (b"Connection: close\r\n\r\nabc", b"abc", True),
+        (b"Content-Encoding: gzip\r\n\r\n" + gzip.compress(b"abc"), b"abc", True),
+        (b"Content-Encoding: gzip\r\n\r\nabc", b"abc", True),
+    ],
+    ids=["chunked", "cut chunks", "cut body", "without length", "gzip", "not gzip"],
+)
+def test_response_is_read_in_every_form(
+    server: Server, raw: bytes, body: bytes, is_complete: bool
+) -> None:
+    def behave(handler: Handler) -> None:
+        handler.read()
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\n" + raw)
+        handler.close_connection = True
+
+    server.behave = behave
+    with HttpClient(server.url, ClientTls(), HttpLimits(TIMEOUT, TIMEOUT)) as client:
+        response = client.request("POST", server.url, {}, b"a")
+    assert (response.status, response.body, response.is_complete) == (200, body, is_complete)
+
+
+def test_url_with_special_characters_is_quoted(server: Server) -> None:
+    with HttpClient(server.url, ClientTls(), HttpLimits(TIMEOUT, TIMEOUT)) as client:
+        client.request("POST", f"{server.url}/a b/ü%20/x?q=1 2&z=%C3%A4", {}, b"a")
+    assert [request.path for request in server.requests] == ["/a%20b/%C3%BC%20/x?q=1%202&z=%C3%A4"]
 
 
 # ── TLS ──────────────────────────────────────────────────────────────────────────────────────────
