@@ -14,9 +14,13 @@ from turnlane.databases.connection import (
     get_delivery_error,
     translate_errors,
 )
-from turnlane.databases.dialect import Connection, ConnectOptions, Dialect, ErrorKind, Row
-from turnlane.databases.url import (
+from turnlane.databases.dialect import (
     URL_EXAMPLES,
+    Connection,
+    ConnectOptions,
+    Dialect,
+    ErrorKind,
+    Row,
     add_password,
     check_url_setting,
     get_dialect_name,

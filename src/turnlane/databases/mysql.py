@@ -12,8 +12,15 @@ import pymysql
 from pymysql.constants import CLIENT, ER
 from pymysql.cursors import SSCursor
 
-from turnlane.databases.dialect import Connection, ConnectOptions, Dialect, ErrorKind, Row
-from turnlane.databases.url import MYSQL_TIMEOUTS, parse_mysql_options
+from turnlane.databases.dialect import (
+    MYSQL_TIMEOUTS,
+    Connection,
+    ConnectOptions,
+    Dialect,
+    ErrorKind,
+    Row,
+    parse_mysql_options,
+)
 from turnlane.errors import ConfigError
 
 ROWS_PER_INSERT: Final = 1_000

@@ -44,7 +44,7 @@ class QueueCatalog(Closeable):
 
         The ids of its events begin at ``first_id``: the shards of a queue have different ids. MySQL
         commits every DDL statement by itself, so a failure may leave a table that is not in the
-        catalog; :meth:`drop` removes it.
+        catalog. :meth:`drop` leaves such a table alone: drop it by plain SQL.
         """
         self._create_tables()
         if definition.name in self.list_names():

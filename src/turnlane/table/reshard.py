@@ -176,17 +176,6 @@ class Resharder:
         resharder._save_plan(current)  # in a fixed order: of two plans, one fails at once
         return resharder
 
-    @classmethod
-    def resume(
-        cls,
-        directory: ShardDirectory,
-        current: ShardMap,
-        tell: ProgressCallback = lambda _: None,
-    ) -> Resharder | None:
-        """Return the reshard that was interrupted, if there is one."""
-        found = find_plan(directory, current)
-        return None if found is None else cls(directory, found, tell)
-
     def run(self) -> int:
         """Do all steps, also steps that were done before; returns how many events moved."""
         before = self._find_previous_map()

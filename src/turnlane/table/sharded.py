@@ -232,8 +232,8 @@ class ShardedQueue(Closeable):
     def resume_reshard(self, tell: ProgressCallback = lambda _: None) -> int | None:
         """Finish a reshard that was interrupted; ``None`` if there is none."""
         self.refresh()
-        found = Resharder.resume(self._directory, self._map, tell)
-        moved = None if found is None else found.run()
+        plan = find_plan(self._directory, self._map)
+        moved = None if plan is None else Resharder(self._directory, plan, tell).run()
         self.refresh()
         return moved
 
