@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from turnlane.delivery.destination import DestinationState, LocalDestinationState
+from turnlane.delivery.destination import DestinationState, LocalDestinationState, SendPermit
 from turnlane.delivery.engine import Engine
 from turnlane.delivery.results import BlockResult
 from turnlane.delivery.settings import DeliverySettings
@@ -97,3 +97,8 @@ def check_account(
         deferred |= block_deferred
     assert delivered <= set(get_delivered_offsets(output))
     return delivered, dead, deferred
+
+
+def peek_permit(state: LocalDestinationState) -> SendPermit:
+    """Return what a permit would say, without lending a probe or counting a refusal."""
+    return state._make_permit(state._clock.monotonic())

@@ -17,6 +17,7 @@ from tests.delivery.harness import (
     get_offsets,
     make_block,
     make_settings,
+    peek_permit,
 )
 from turnlane.delivery.breaker import AllowedSends, BreakerState
 from turnlane.delivery.destination import (
@@ -116,7 +117,7 @@ class _OtherTaskFails(LocalDestinationState):
     """After a failure, another task always tries first, and fails too."""
 
     def request_permit(self) -> SendPermit:
-        if self.get_status().failures and self.peek_permit().allowed is AllowedSends.ALL:
+        if self.get_status().failures and peek_permit(self).allowed is AllowedSends.ALL:
             self.report(SendReport(failures=1, error="RetryLater: down"))
         return super().request_permit()
 
@@ -148,8 +149,8 @@ def test_long_requested_wait_defers_and_is_kept_in_the_destination_state() -> No
     output = FaultyOutput(lambda _: RetryLater("429", after=100))
     (result,) = deliver(output, make_settings(), [make_block(0, 10)], state)
     assert len(result.deferred) == 10
-    assert state.peek_permit().allowed is AllowedSends.NONE
-    assert state.peek_permit().wait > 90
+    assert peek_permit(state).allowed is AllowedSends.NONE
+    assert peek_permit(state).wait > 90
 
 
 def test_failures_among_successes_do_not_stop_other_batches() -> None:
@@ -235,7 +236,7 @@ def test_retryable_prepare_error_counts_as_a_failure_of_the_destination(pipeline
         assert (status.state, status.error) == (expected, "RetryLater: there is no column")
         assert status.wait > 1
         clock.advance(700)
-    assert state.peek_permit().allowed is AllowedSends.PROBE, "the probe came back"
+    assert peek_permit(state).allowed is AllowedSends.PROBE, "the probe came back"
     assert output.sends == 0
 
 
@@ -335,7 +336,7 @@ def test_errors_of_some_events_do_not_count_as_attempts_of_others() -> None:
     (result,) = deliver(output, settings, [make_block(0, 3)], state)
     assert [letter.numbers.tolist() for letter in result.dead] == [[0]]
     assert result.delivered == 2
-    assert state.peek_permit().attempts == {}
+    assert peek_permit(state).attempts == {}
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 6])
@@ -370,7 +371,7 @@ def test_attempts_of_one_task_are_remembered_by_the_next() -> None:
     (result,) = deliver(output, settings, [make_block(0, 50)], state)
     assert [letter.numbers.tolist() for letter in result.dead] == [[7]]
     assert result.delivered == 49
-    assert state.peek_permit().attempts == {}
+    assert peek_permit(state).attempts == {}
 
 
 def test_failures_open_the_breaker_and_one_probe_decides() -> None:
@@ -434,7 +435,7 @@ def test_probe_without_events_to_send_is_released() -> None:
     state.report(SendReport(failures=1))
     clock.advance(600)
     deliver(FaultyOutput(), settings, [], state)
-    assert state.peek_permit().allowed is AllowedSends.PROBE
+    assert peek_permit(state).allowed is AllowedSends.PROBE
 
 
 def test_unreachable_destination_state_defers_all_events() -> None:
@@ -551,7 +552,7 @@ def test_adapted_concurrency_is_known_to_the_next_task() -> None:
     settings = make_settings(batch_events=1)
     state = LocalDestinationState(settings)
     deliver(FaultyOutput(lambda _: time.sleep(0.001)), settings, [make_block(0, 300)], state)
-    hint = state.peek_permit().concurrency
+    hint = peek_permit(state).concurrency
     assert hint is not None
     assert hint > 1
 
@@ -633,7 +634,7 @@ def test_failing_source_of_blocks_ends_the_run_and_releases_the_probe() -> None:
 
     with pytest.raises(OSError, match="shuffle"):
         deliver(FaultyOutput(), settings, broken(), state)
-    assert state.peek_permit().allowed is AllowedSends.PROBE
+    assert peek_permit(state).allowed is AllowedSends.PROBE
 
 
 def test_repeated_partial_answers_lengthen_the_wait() -> None:

@@ -185,11 +185,6 @@ class LocalDestinationState:
             self._breaker = self._breaker.lend_probe(now, token)
             return self._make_permit(now, token)
 
-    def peek_permit(self) -> SendPermit:
-        """Return what a permit would say, without lending a probe or counting a refusal."""
-        with self._lock:
-            return self._make_permit(self._clock.monotonic())
-
     def report(self, report: SendReport) -> None:
         with self._lock:
             self._count(report)
