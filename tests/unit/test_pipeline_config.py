@@ -485,8 +485,11 @@ def test_invalid_nodes_section_is_refused_with_its_position(nodes: str, fault: s
 @pytest.mark.parametrize(
     ("nodes", "fault"),
     [
-        ("token_env: NOT_SET", "4:20: nodes.token_env: the variable NOT_SET is empty or not set"),
-        ("token_file: none", "4:21: nodes.token_file: cannot be read: "),
+        (
+            "token_env: NOT_SET",
+            "4:20: nodes.token_env: there is no token: the variable NOT_SET is empty or not set",
+        ),
+        ("token_file: none", "4:21: nodes.token_file: the token cannot be read: "),
     ],
 )
 def test_missing_token_is_reported_before_spark_starts(

@@ -24,10 +24,10 @@ _NOTES: Final = ("title", "description", "default", "examples", "kinds", "shown"
 def json_schema(
     inputs: Iterable[str] | None = None, outputs: Iterable[str] | None = None
 ) -> Schema:
-    """The schema of all a file may say; ``inputs`` and ``outputs`` are types (default: all)."""
+    """Return the schema of a file; ``inputs`` and ``outputs`` are types (default: all)."""
     schema = Config.model_json_schema()
     definitions: Schema = schema["$defs"]
-    for knob in ("path", "name"):  # the node's own business
+    for knob in ("path", "name"):  # the node sets them
         del definitions["QueueSettings"]["properties"][knob]
     definitions["QueueSettings"]["properties"]["kind"]["default"] = "disk"
     schema["properties"]["inputs"]["items"] = _any_of(
@@ -39,7 +39,7 @@ def json_schema(
     for place in ("ActionSection", "FailoverSection"):
         definitions[place]["properties"]["output"] = any_output
     _allow_short_forms(schema["properties"], definitions)
-    opened: Schema = _opened(schema)
+    opened: Schema = _allow_variables(schema)
     opened["$defs"]["Variable"] = _VARIABLE
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -49,7 +49,7 @@ def json_schema(
 
 
 def _allow_short_forms(sections: Schema, definitions: Schema) -> None:
-    """What may be said in a word, or not at all."""
+    """Allow one word, or nothing, in place of some sections."""
     queue, nothing = {"$ref": "#/$defs/QueueSettings"}, {"type": "null"}
     kind = {"enum": [Kind.DIRECT, *KINDS], "type": "string"}
     sections["queues"]["additionalProperties"] = {"anyOf": [queue, nothing]}
@@ -57,27 +57,27 @@ def _allow_short_forms(sections: Schema, definitions: Schema) -> None:
     word = definitions.pop("Format")
     definitions["ParseSettings"]["properties"]["format"] |= word
     definitions["ParseSettings"]["properties"]["format"].pop("$ref", None)
-    _or(sections["parse"], {"type": "string", "enum": word["enum"]}, nothing)
+    _allow(sections["parse"], {"type": "string", "enum": word["enum"]}, nothing)
     for section in ("lane", "nodes", "spark"):
-        _or(sections[section], nothing)
+        _allow(sections[section], nothing)
     text = {"type": "string"}
     definitions["Case"]["properties"]["events"]["items"] = {
         "anyOf": [{"$ref": "#/$defs/CaseEvent"}, text]
     }
 
 
-def _or(place: Schema, *others: Schema) -> None:
-    """Allow a section's model, or something else instead."""
+def _allow(place: Schema, *others: Schema) -> None:
+    """Allow a section's model, or one of the others."""
     place["anyOf"] = [{"$ref": place.pop("$ref")}, *others]
 
 
 def _any_of(
     plugins: PluginSettings, noun: str, kinds: Iterable[str], definitions: Schema
 ) -> Schema:
-    """One alternative for each type of plugin, told apart by ``type``."""
+    """Return one alternative for each type of plug-in; ``type`` selects it."""
     choices = []
     for kind in kinds:
-        # Names of its own: two plugins may call different things the same.
+        # With a prefix: two plug-ins may use one name for different models.
         settings = plugins.get_model(kind).model_json_schema(
             ref_template=f"#/$defs/{kind}_{{model}}"
         )
@@ -88,28 +88,28 @@ def _any_of(
         name = f"{kind}_{noun}"
         definitions[name] = {**settings, "title": name}
         choices.append({"$ref": f"#/$defs/{name}"})
-    choices.append(_own(noun))
+    choices.append(_describe_own_plugin(noun))
     return {"oneOf": choices}
 
 
-def _own(noun: str) -> Schema:
-    """The alternative for a plugin that is named by module and class."""
+def _describe_own_plugin(noun: str) -> Schema:
+    """Return the alternative for a plug-in that is named by module and class."""
     kind = {"type": "string", "pattern": r"^[\w.]+:\w+$", "description": "module:Class"}
     title = f"an {noun} of your own"
     return {"type": "object", "title": title, "properties": {"type": kind}, "required": ["type"]}
 
 
-def _opened(schema: Any, key: str | None = None) -> Any:  # noqa: ANN401 - JSON
-    """The schema, which also allows a variable where a setting is not free text."""
+def _allow_variables(schema: Any, key: str | None = None) -> Any:  # noqa: ANN401 - JSON
+    """Return the schema with variables allowed where a setting is not free text."""
     if isinstance(schema, list):
-        return [_opened(each) for each in schema]
+        return [_allow_variables(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     if key not in {"properties", "$defs", "type"} and _is_narrow(schema):
         notes = {note: schema[note] for note in _NOTES if note in schema}
         rest = {word: value for word, value in schema.items() if word not in notes}
         return {**notes, "anyOf": [rest, {"$ref": "#/$defs/Variable"}]}
-    return {word: _opened(value, word) for word, value in schema.items()}
+    return {word: _allow_variables(value, word) for word, value in schema.items()}
 
 
 def _is_narrow(schema: Schema) -> bool:

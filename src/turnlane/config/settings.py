@@ -6,9 +6,9 @@ variables, the schema and hidden secrets work for every field.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
@@ -28,7 +28,7 @@ from pydantic.alias_generators import to_camel
 from turnlane.client.address import NodeUrl
 from turnlane.config.document import ConfigFileError, Document, SettingIssue, parse_path
 from turnlane.delivery.settings import DeliverySettings, FailoverSettings
-from turnlane.errors import ConfigError
+from turnlane.errors import ConfigError, RetryLater
 from turnlane.formats.parse_settings import ParseSettings
 from turnlane.inputs import api as api_inputs
 from turnlane.inputs.api import InputSettings
@@ -47,6 +47,7 @@ from turnlane.pipeline.settings import (
 )
 from turnlane.plugins import PluginSettings
 from turnlane.queues.settings import ON_DISK, Kind, QueueSettings
+from turnlane.runtime import read_secret
 from turnlane.serving.address import Address, check_exposure
 from turnlane.serving.auth import TlsSettings, TokenSettings
 from turnlane.serving.http_server import WebSettings
@@ -59,13 +60,12 @@ from turnlane.validation import (
     get_issues,
 )
 
-# ── nodes ──
-# The section of a configuration that says how its pipeline reaches the nodes.
+# ── how a pipeline reaches its nodes ──
 
 SECTION: Final = "nodes"
 
 
-def _endpoint(url: str) -> str:
+def _check_endpoint(url: str) -> str:
     NodeUrl.from_setting(url)
     return url
 
@@ -73,7 +73,7 @@ def _endpoint(url: str) -> str:
 class NodesSettings(SettingsModel):
     """How the pipeline reaches its nodes."""
 
-    endpoint: Annotated[str, AfterValidator(_endpoint)] | None = Field(
+    endpoint: Annotated[str, AfterValidator(_check_endpoint)] | None = Field(
         default=None,
         description="The nodes. Default: the node of this configuration.",
         examples=["turnlane://host-1:8815,host-2:8815"],
@@ -87,7 +87,7 @@ class NodesSettings(SettingsModel):
     tls_key: Path | None = Field(default=None, description="Its key.")
 
     @model_validator(mode="after")
-    def _paired(self) -> Self:
+    def _check_pair(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             both = ("tls_cert", "tls_key")
             given, other = both if self.tls_key is None else reversed(both)
@@ -96,26 +96,16 @@ class NodesSettings(SettingsModel):
         return self
 
     def access(self) -> dict[str, str]:
-        """As the options of ``format("turnlane")``."""
+        """Return the settings as options of ``format("turnlane")``."""
         return {to_camel(name): str(value) for name, value in self if value is not None}
 
     def token(self) -> str | None:
-        """The token, from the file or variable that has it. Raises ``ConfigError``."""
-        if self.token_env is not None:
-            found, where = os.environ.get(self.token_env), f"the variable {self.token_env}"
-            return self._some(found, "token_env", where)
-        if self.token_file is None:
-            return None
+        """Return the token from its file or variable. Raises ``ConfigError``."""
+        knob = "token_file" if self.token_env is None else "token_env"
         try:
-            found = self.token_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{SECTION}.token_file", f"cannot be read: {error}") from None
-        return self._some(found, "token_file", str(self.token_file))
-
-    def _some(self, token: str | None, knob: str, where: str) -> str:
-        if not token:
-            raise ConfigError(f"{SECTION}.{knob}", f"{where} is empty or not set")
-        return token
+            return read_secret("token", self.token_env, self.token_file)
+        except RetryLater as error:
+            raise ConfigError(f"{SECTION}.{knob}", str(error)) from None
 
 
 def convert_option_error(error: ConfigError) -> ConfigError:
@@ -126,12 +116,10 @@ def convert_option_error(error: ConfigError) -> ConfigError:
     )
 
 
-# ── pipeline ──
-# The sections of a configuration that describe a pipeline, with the outputs that are installed.
+# ── the pipeline ──
 
 ANY_OUTPUT: Final = "any output"
-"""Marks the place in the JSON Schema where the settings of every output type go."""
-
+"""The title in the JSON Schema that stands for the settings of every output type."""
 
 OUTPUTS: Final = PluginSettings(api)
 
@@ -144,7 +132,7 @@ AnyOutput = Annotated[
 
 
 class FailoverSection(FailoverSettings):
-    """A second output, for when the first one stays away."""
+    """A second output, used while the first one is down."""
 
     output: AnyOutput = Field(description="Where the events go then.")
 
@@ -158,7 +146,7 @@ class DeliverySection(DeliverySettings):
 
 
 class ActionSection(ActionSettings):
-    """Filter, queue and output: where some of the events go."""
+    """An action: which events it takes, the queue in front of it, and its output."""
 
     delivery: DeliverySection = Field(
         default_factory=DeliverySection, description="How the events are brought to the output."
@@ -166,10 +154,10 @@ class ActionSection(ActionSettings):
     output: AnyOutput = Field(description="Where the events go; `type` says which output it is.")
 
 
-def queue_knobs(name: object, knobs: object) -> object:
-    """A queue's knobs as its settings take them: with its name, its kind, and a path if needed.
+def complete_queue(name: object, knobs: object) -> object:
+    """Return the knobs of a queue with its name, its kind, and a path if the kind needs one.
 
-    The path is a stand-in; the node puts queues below its data directory.
+    The path is only a placeholder: the node keeps queues below its data directory.
     """
     if isinstance(knobs, BaseModel):
         return knobs
@@ -182,21 +170,21 @@ def queue_knobs(name: object, knobs: object) -> object:
     return {**knobs, "name": name, "kind": kind, **place}
 
 
-def with_queue(action: object) -> object:
-    """An action whose queue, if it has one, is called as it is. A bare word is the queue's kind."""
+def complete_action(action: object) -> object:
+    """Return an action whose queue has the name of the action. A bare word is the queue's kind."""
     if not isinstance(action, Mapping) or "queue" not in action:
         return action
     queue: Any = action["queue"]
     if isinstance(queue, str):
         queue = {"kind": queue}
-    return {**action, "queue": queue_knobs(action.get("name"), queue)}
+    return {**action, "queue": complete_queue(action.get("name"), queue)}
 
 
 FLIGHT: Final = Address("127.0.0.1", 8815)
 HTTP: Final = Address("127.0.0.1", 8088)
 
 ANY_INPUT: Final = "any input"
-"""Marks the place in the JSON Schema where the settings of every input type go."""
+"""The title in the JSON Schema that stands for the settings of every input type."""
 
 
 class FlightSettings(FlightLimits):
@@ -238,13 +226,13 @@ class NodeSettings(SettingsModel):
     )
 
     @model_validator(mode="after")
-    def _complete(self) -> Self:
-        """Give both planes the node's certificate; refuse public addresses without protection."""
+    def _share_certificate(self) -> Self:
+        """Give both planes the node's certificate; refuse unprotected public addresses."""
         if self.tls is not None:
             for plane in ("flight", "http"):
                 settings: FlightSettings | HttpSettings = getattr(self, plane)
                 tls = settings.tls or self.tls
-                # Past the freeze: no other code has this object yet.
+                # The model is frozen, but no other code has this object yet.
                 self.__dict__[plane] = settings.model_copy(update={"tls": tls})
         issues = [*self._check_exposure(), *self._check_token_names()]
         if issues:
@@ -266,10 +254,10 @@ class NodeSettings(SettingsModel):
 
     def _check_token_names(self) -> Iterator[ConfigIssue]:
         counts = Counter(token.name for token in self.tokens)
-        for name, count in counts.items():
-            if count > 1:
+        for name, number in counts.items():
+            if number > 1:
                 yield ConfigIssue(
-                    "tokens", f"{count} tokens are called {name!r}; give each its name"
+                    "tokens", f"{number} tokens are called {name!r}; give each its name"
                 )
 
 
@@ -284,7 +272,7 @@ AnyInput = Annotated[
 
 
 class Config(SettingsModel):
-    """Everything that a configuration file says."""
+    """All settings of a configuration file."""
 
     node: NodeSettings = Field(description="The node: its data, how it is reached, who may.")
     queues: dict[str, QueueSettings] = Field(
@@ -321,8 +309,8 @@ class Config(SettingsModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_main(cls, data: object) -> object:
-        """A pipeline has a main queue, also if nothing is said about it."""
+    def _add_main_queue(cls, data: object) -> object:
+        """Add a main queue to a pipeline that has no section for it."""
         if not isinstance(data, dict):
             return data
         queues = data.get("queues")
@@ -332,50 +320,49 @@ class Config(SettingsModel):
 
     @field_validator("queues", mode="before")
     @classmethod
-    def _placed(cls, queues: object) -> object:
-        """Give every queue its name, its kind, and a path where the kind has one."""
+    def _complete_queues(cls, queues: object) -> object:
         if queues is None:
             return {}
         if not isinstance(queues, dict):
             return queues
-        return {name: queue_knobs(name, knobs) for name, knobs in queues.items()}
+        return {name: complete_queue(name, knobs) for name, knobs in queues.items()}
 
     @field_validator("main", mode="before")
     @classmethod
-    def _named_main(cls, knobs: object) -> object:
-        return None if knobs is None else queue_knobs(MAIN, knobs)
+    def _complete_main_queue(cls, knobs: object) -> object:
+        return None if knobs is None else complete_queue(MAIN, knobs)
 
     @field_validator("actions", mode="before")
     @classmethod
-    def _with_queues(cls, actions: object) -> object:
+    def _complete_actions(cls, actions: object) -> object:
         if actions is None:
             return ()
-        return [with_queue(each) for each in actions] if isinstance(actions, list) else actions
+        return [complete_action(each) for each in actions] if isinstance(actions, list) else actions
 
     @field_validator("parse", "lane", "nodes", "spark", "tables", mode="before")
     @classmethod
-    def _sectioned(cls, section: object) -> object:
+    def _replace_null_section(cls, section: object) -> object:
         return {} if section is None else section
 
     @field_validator("inputs", "tests", mode="before")
     @classmethod
-    def _listed(cls, parts: object) -> object:
+    def _replace_null_list(cls, parts: object) -> object:
         return () if parts is None else parts
 
     @model_validator(mode="after")
-    def _named(self) -> Self:
-        """Tell inputs of one type apart that were given no name: syslog, syslog-2."""
+    def _name_inputs(self) -> Self:
+        """Give inputs without a name different names: syslog, syslog-2."""
         taken = {each.name for each in self.inputs}
         named = []
         for each in self.inputs:
-            name = each.name or _free_name(each.type, taken)
+            name = each.name or _find_free_name(each.type, taken)
             taken.add(name)
             named.append(each if each.name else each.model_copy(update={"name": name}))
         self.__dict__["inputs"] = tuple(named)
         return self
 
     def knobs(self) -> dict[str, dict[str, Any]]:
-        """The queues of the node and of the pipeline, with their explicit settings."""
+        """Return the queues of the node and of the pipeline, with their explicit settings."""
         every = dict(self.queues)
         if self.main is not None:
             every[MAIN] = self.main
@@ -394,7 +381,7 @@ class Config(SettingsModel):
         return knobs
 
     def pipeline(self) -> PipelineSettings | None:
-        """The pipeline between the main queue and the outputs; ``None`` without actions."""
+        """Return the pipeline between the main queue and the outputs; ``None`` without actions."""
         if not self.actions:
             return None
         return PipelineSettings(
@@ -406,11 +393,11 @@ class Config(SettingsModel):
         )
 
     def checkpoints(self) -> Path:
-        """Where stateful lanes keep their state."""
+        """Return the directory in which stateful lanes keep their state."""
         return self.spark.checkpoints or self.node.data / "checkpoints"
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Names only: values of the sections may be secret, such as headers and addresses."""
+        """Return only names: values such as headers and addresses may be secret."""
         yield "data", self.node.data
         yield "queues", list(self.knobs())
         yield "inputs", [each.name for each in self.inputs]
@@ -429,10 +416,6 @@ class Config(SettingsModel):
         return ConfigFileError(document.file, [document.locate(issue) for issue in found])
 
 
-def _free_name(kind: str, taken: set[str | None]) -> str:
-    number = 1
-    name = kind
-    while name in taken:
-        number += 1
-        name = f"{kind}-{number}"
-    return name
+def _find_free_name(kind: str, taken: set[str | None]) -> str:
+    names = chain([kind], (f"{kind}-{number}" for number in count(2)))
+    return next(name for name in names if name not in taken)
