@@ -183,10 +183,10 @@ def say(text: str) -> None:
     typer.echo(text)
 
 
-def warn(text: str, level: int = logging.INFO) -> None:
+def warn(text: str, level: int = logging.INFO, prefix: str = "turnlane: ") -> None:
     """Print a line on stderr; an object with this level if the log is JSON."""
     if _json_messages is None:
-        typer.echo(f"turnlane: {text}", err=True)
+        typer.echo(f"{prefix}{text}", err=True)
     else:
         record = logging.LogRecord("turnlane.cli", level, __file__, 0, text, None, None)
         typer.echo(_json_messages.format(record), err=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,12 +43,11 @@ from turnlane.errors import ConfigError
 
 if TYPE_CHECKING:
     from turnlane.config import Config
-    from turnlane.spark.session import Session
 
 Json = Annotated[bool, typer.Option("--json", help="Print what happens as lines of JSON.")]
 Reload = Annotated[bool, typer.Option(help="Reload the configuration whenever the file changes.")]
 Master = Annotated[
-    str | None, typer.Option(help="Where Spark runs; default: what CONFIG says, or local[*].")
+    str | None, typer.Option(help="Where Spark runs; default: the master of CONFIG, or local[*].")
 ]
 
 
@@ -81,11 +79,10 @@ def run(
         _supervise(
             config,
             settings,
-            _make_session_starter(config, settings, master, log_level, log_format),
+            (master or settings.spark.master, log_level, log_format),
             make_reporter(as_json=as_json),
             stamp=stamp,
             node=node,
-            on_cluster=_is_on_cluster(settings, master),
             reload=reload,
         )
 
@@ -114,48 +111,39 @@ def pipeline(
     _supervise(
         config,
         settings,
-        _make_session_starter(config, settings, master, log_level, log_format),
+        (master or settings.spark.master, log_level, log_format),
         make_reporter(as_json=as_json),
         stamp=stamp,
         endpoint=endpoint,
-        on_cluster=_is_on_cluster(settings, master),
         reload=reload,
     )
-
-
-def _make_session_starter(
-    path: Path, settings: Config, master: str | None, level: LogLevel, log_format: LogFormat
-) -> Callable[[], Session]:
-    token = settings.nodes.token_env
-    return lambda: start_session(
-        settings.spark,
-        master=master,
-        level=level,
-        log_format=log_format,
-        modules=list_modules_beside(path),
-        variables=[] if token is None else [token],
-    )
-
-
-def _is_on_cluster(settings: Config, master: str | None) -> bool:
-    return not (master or settings.spark.master).startswith("local")
 
 
 def _supervise(
     path: Path,
     settings: Config,
-    make: Callable[[], Session],
+    spark: tuple[str, LogLevel, LogFormat],
     report: Report,
     *,
     stamp: FileStamp | None,
     node: NodeProcess | None = None,
     endpoint: str | None = None,
-    on_cluster: bool,
     reload: bool,
 ) -> None:
+    master, level, log_format = spark
+    token = settings.nodes.token_env
     add_modules_beside(path)
     report("spark", "starting Spark")
-    startup = SparkStartup(make)
+    startup = SparkStartup(
+        lambda: start_session(
+            settings.spark,
+            master=master,
+            level=level,
+            log_format=log_format,
+            modules=list_modules_beside(path),
+            variables=[] if token is None else [token],
+        )
+    )
     supervisor = PipelineSupervisor(
         path,
         settings,
@@ -164,7 +152,7 @@ def _supervise(
         stamp=stamp,
         node=node,
         endpoint=endpoint,
-        on_cluster=on_cluster,
+        on_cluster=not master.startswith("local"),
         reloads=reload,
     )
     with Signals(hangup=True) as signals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import sys
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from turnlane.cli.console import ExitCode
+from turnlane.cli.console import ExitCode, warn
 from turnlane.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def print_config_errors(config: Config | None = None) -> Iterator[None]:
         located = error if config is None else config.locate(error)
         if not isinstance(located, ConfigFileError):
             raise
-        typer.echo(str(located), err=True)
+        warn(str(located), logging.ERROR, prefix="")
         raise typer.Exit(ExitCode.CONFIG) from None
 
 
