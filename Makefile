@@ -17,11 +17,12 @@ demo: $(READY) $(READY)-peers-demo ## A node and a pipeline on local Spark: sock
 test: $(READY) $(READY)-peers-test ## Run all tests (WORKERS=2 at a time; ARGS are pytest's)
 	$(PYTHON) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-check: $(READY) ## Lint, formatting, types, import contracts
+check: $(READY) ## Lint, formatting, types, import contracts, plain English
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
 	$(PYTHON) -m mypy
 	.venv/bin/lint-imports
+	$(PYTHON) scripts/prose.py --limit 15 src docs tests
 
 format: $(READY) ## Format the code and fix what ruff can fix
 	$(PYTHON) -m ruff check --fix-only
