@@ -31,8 +31,8 @@ from turnlane.inputs.publishers import RequestPublisher
 from turnlane.serving.http_body import build_problem
 
 
-class ExportResult(NamedTuple):
-    """The result of an export request."""
+class AcceptedExport(NamedTuple):
+    """An export request of which all records that fit are in the queue."""
 
     events: int
     """Events in the queue."""
@@ -58,7 +58,7 @@ class ExportPublisher:
         *,
         encoding: str = PROTOBUF,
         source: str | None = None,
-    ) -> ExportResult:
+    ) -> AcceptedExport:
         """Publish the records of a request; blocks until they have reached the ack level.
 
         Raises ``Malformed``, or one of the errors of a queue, after which the sender should send
@@ -67,16 +67,18 @@ class ExportPublisher:
         request = decode(signal, body, encoding)
         block = build_request_block(signal, request, source, self._unit)
         if not block.num_rows:
-            return ExportResult(0, 0, "")
+            return AcceptedExport(0, 0, "")
         result = self._publisher.publish_fitting(self._queue, block, deadline)
         if result.without_room.any():
             # Not a partial success: the sender would drop records that fit later.
             raise QueueFull(f"queue {self._queue!r} is full")
         if not result.too_large.any():
-            return ExportResult(block.num_rows, 0, "")
+            return AcceptedExport(block.num_rows, 0, "")
         values = get_values([block.filter(pa.array(result.too_large))])
         rejected = sum(count_records(signal, decode(signal, value)) for value in values)
-        return ExportResult(result.accepted, rejected, self._publisher.describe_limit(self._queue))
+        return AcceptedExport(
+            result.accepted, rejected, self._publisher.describe_limit(self._queue)
+        )
 
 
 # google.rpc.Code by HTTP status, for requests that were not accepted.

@@ -115,7 +115,7 @@ class Authority:
         """
         if not self._tokens:
             return
-        token = self._known(bearer)
+        token = self._find_token(bearer)
         if not _has_right(token, right, queue):
             what = "every queue" if queue is None else f"queue {queue!r}"
             raise _refusal(f"{token!r} does not give the right to {right} on {what}", known=True)
@@ -130,14 +130,14 @@ class Authority:
 
     def identify(self, bearer: str | None) -> str | None:
         """Return the name of a valid token, ``None`` without tokens. Raises ``NotAllowed``."""
-        return self._known(bearer).name if self._tokens else None
+        return self._find_token(bearer).name if self._tokens else None
 
     def qualify_name(self, bearer: str | None, name: str) -> str:
         """Return a client's name, made different from the same name under another token."""
         token = self.identify(bearer)
         return name if token is None else f"{token}\n{name}"
 
-    def _known(self, bearer: str | None) -> _Token:
+    def _find_token(self, bearer: str | None) -> _Token:
         if bearer is None:
             raise _refusal("a token is needed: send Authorization: Bearer …", known=False)
         digest = _digest(bearer.encode("utf-8", "surrogateescape"))
@@ -202,16 +202,18 @@ class TlsSettings(BaseModel):
         """Return the context of a server, TLS 1.2 or newer. Raises ``ConfigError``."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        _contents(self.cert, "tls.cert")
-        _contents(self.key, "tls.key")
-        self._load_certificate()
+        _check_readable(self.cert, "tls.cert")
+        _check_readable(self.key, "tls.key")
+        # Read the certificate alone first: then an error in it is not reported for the key.
+        _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self.cert, "tls.cert")
         try:
             # No passphrase: without this, OpenSSL would ask for one at the terminal.
             context.load_cert_chain(self.cert, self.key, password=lambda: b"")
         except ssl.SSLError as error:
-            raise ConfigError("tls.key", f"{self.key} {self._said(error)}") from None
+            reason = _REASONS.get(error.reason or "", "is not a private key that can be used")
+            raise ConfigError("tls.key", f"{self.key} {reason.format(cert=self.cert)}") from None
         if self.client_ca is not None:
-            _contents(self.client_ca, "tls.client_ca")
+            _check_readable(self.client_ca, "tls.client_ca")
             context.verify_mode = ssl.CERT_REQUIRED
             _load_authorities(context, self.client_ca, "tls.client_ca")
         return context
@@ -226,18 +228,10 @@ class TlsSettings(BaseModel):
             arguments |= {"verify_client": True, "root_certificates": self.client_ca.read_bytes()}
         return arguments
 
-    def _load_certificate(self) -> None:
-        """Read the certificate alone, so that an error in it is not reported for the key."""
-        _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self.cert, "tls.cert")
 
-    def _said(self, error: ssl.SSLError) -> str:
-        words = _REASONS.get(error.reason or "", "is not a private key that can be used")
-        return words.format(cert=self.cert)
-
-
-def _contents(path: Path, knob: str) -> bytes:
+def _check_readable(path: Path, knob: str) -> None:
     try:
-        return path.read_bytes()
+        path.read_bytes()
     except OSError as error:
         raise ConfigError(knob, f"{path}: {error.strerror or error}") from None
 
