@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.inputs.web_inputs import node_of
+from tests.inputs.web_inputs import open_node
 from turnlane.node.node import Node
 
 
@@ -26,5 +26,5 @@ def host(tmp_path: Path) -> Iterator[Node]:
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     """A node for inputs that are servers."""
-    with node_of(tmp_path / "node") as found:
+    with open_node(tmp_path / "node") as found:
         yield found

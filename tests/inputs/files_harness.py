@@ -18,7 +18,7 @@ QUICK = {"scan_interval": 0.02, "rotate_wait": 0.1}
 
 
 @dataclass
-class Home:
+class StubHost:
     """The part of a node that an input uses."""
 
     data: Path
@@ -30,7 +30,7 @@ class Home:
 
 
 @dataclass
-class Following:
+class RunningInput:
     """A running input."""
 
     input: FilesInput
@@ -77,7 +77,7 @@ def settings(*paths: Path | str, **knobs: Any) -> FilesSettings:
 
 
 @contextmanager
-def opened(data: Path, disk: Disk | None = None, **knobs: Any) -> Iterator[BufferedQueue]:
+def open_test_queue(data: Path, disk: Disk | None = None, **knobs: Any) -> Iterator[BufferedQueue]:
     """Open the queue of a data directory."""
     place = {} if knobs.get("kind") == "memory" else {"path": data / "q"}
     queue = open_queue(**{"kind": "disk", "name": "q", **place, **knobs}, disk=disk)
@@ -89,25 +89,25 @@ def opened(data: Path, disk: Disk | None = None, **knobs: Any) -> Iterator[Buffe
 
 
 @contextmanager
-def following(
+def run_input(
     data: Path,
     *paths: Path | str,
     queue: BufferedQueue | None = None,
     disk: Disk | None = None,
     **knobs: Any,
-) -> Iterator[Following]:
+) -> Iterator[RunningInput]:
     """Run an input that follows the paths; without ``queue`` it gets a disk queue."""
     if queue is None:
         with (
-            opened(data, sync_interval=0.01) as own,
-            following(data, *paths, queue=own, disk=disk, **knobs) as running,
+            open_test_queue(data, sync_interval=0.01) as own,
+            run_input(data, *paths, queue=own, disk=disk, **knobs) as running,
         ):
             yield running
         return
-    running_input = FilesInput(settings(*paths, **knobs), Home(data, queue), disk=disk)
+    running_input = FilesInput(settings(*paths, **knobs), StubHost(data, queue), disk=disk)
     running_input.start()
     try:
-        yield Following(running_input, queue)
+        yield RunningInput(running_input, queue)
     finally:
         # A memory queue acks when a consumer settles events; here there is no consumer.
         running_input.stop(5.0 if queue.settings.kind.value == "disk" else 0.0)
@@ -118,13 +118,13 @@ def append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def numbered(first: int, end: int) -> bytes:
+def make_lines(first: int, end: int) -> bytes:
     return b"".join(b"line %d\n" % number for number in range(first, end))
 
 
-def names(first: int, end: int) -> list[bytes]:
+def make_values(first: int, end: int) -> list[bytes]:
     return [b"line %d" % number for number in range(first, end)]
 
 
-def eventually(condition: Callable[[], bool]) -> None:
+def await_condition(condition: Callable[[], bool]) -> None:
     wait_until(condition)

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.inputs.files_harness import Home, settings
+from tests.inputs.files_harness import StubHost, settings
 from turnlane.inputs.files import FilesInput
 from turnlane.queues import open_queue
 from turnlane.queues.buffered import BufferedQueue
@@ -24,7 +24,7 @@ def live(
     operation, nth, match = kill_at
     if nth:
         disk.kill(operation, nth, match=match)
-    running = FilesInput(settings(pattern, read_buffer=512), Home(data, queue), disk=disk)
+    running = FilesInput(settings(pattern, read_buffer=512), StubHost(data, queue), disk=disk)
     running.start()
     pipe.send("started")
     threading.Event().wait()

@@ -31,7 +31,7 @@ REQUESTS: dict[str, Any] = {
 }
 
 
-def log_records(*bodies: str) -> list[ReadableLogRecord]:
+def make_log_records(*bodies: str) -> list[ReadableLogRecord]:
     """Return the SDK's log records of these messages, all with severity error."""
     kept: Any = InMemoryLogRecordExporter()  # type: ignore[no-untyped-call]
     provider = LoggerProvider(resource=SHOP)
@@ -43,7 +43,7 @@ def log_records(*bodies: str) -> list[ReadableLogRecord]:
     return list(kept.get_finished_logs())
 
 
-def measurements() -> MetricsData:
+def make_measurements() -> MetricsData:
     """Return a counter with two data points, and a gauge."""
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader], SHOP)
@@ -58,7 +58,7 @@ def measurements() -> MetricsData:
     return found
 
 
-def spans() -> list[ReadableSpan]:
+def make_spans() -> list[ReadableSpan]:
     """Return an inner and an outer span."""
     kept = InMemorySpanExporter()
     provider = TracerProvider(resource=SHOP)
@@ -71,7 +71,7 @@ def spans() -> list[ReadableSpan]:
 
 
 @contextmanager
-def closing(exporter: Any) -> Iterator[Any]:
+def shut_down_after(exporter: Any) -> Iterator[Any]:
     """Yield an exporter, and shut it down at the end."""
     try:
         yield exporter
@@ -79,15 +79,15 @@ def closing(exporter: Any) -> Iterator[Any]:
         exporter.shutdown()
 
 
-def request_of(event: Event) -> Any:
+def parse_request(event: Event) -> Any:
     """Return the export request in an event."""
     assert event.headers is not None
     return REQUESTS[event.headers["signal"]].FromString(event.value)
 
 
-def record_of(event: Event) -> Any:
+def parse_record(event: Event) -> Any:
     """Return the one record of an event; check that its resource and scope are unchanged."""
-    [resource] = list(next(value for _, value in request_of(event).ListFields()))
+    [resource] = list(next(value for _, value in parse_request(event).ListFields()))
     [name] = [each.value.string_value for each in resource.resource.attributes]
     assert name == "shop"
     [scope] = list(next(v for f, v in resource.ListFields() if f.name.startswith("scope_")))
@@ -96,7 +96,7 @@ def record_of(event: Event) -> Any:
     return record
 
 
-def logs_request(*bodies: str) -> ExportLogsServiceRequest:
+def make_logs_request(*bodies: str) -> ExportLogsServiceRequest:
     """Return a request made by hand."""
     request = ExportLogsServiceRequest()
     scope = request.resource_logs.add().scope_logs.add()

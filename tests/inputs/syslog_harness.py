@@ -23,7 +23,7 @@ ANYWHERE = "127.0.0.1:0"
 
 
 @contextmanager
-def listening(host: Node, **knobs: Any) -> Iterator[SyslogInput]:
+def run_syslog(host: Node, **knobs: Any) -> Iterator[SyslogInput]:
     """Run a syslog input, and stop it at the end."""
     knobs = {"queue": "main", **knobs}
     with SyslogInput(SyslogSettings.model_validate(knobs), host) as found:
@@ -32,46 +32,46 @@ def listening(host: Node, **knobs: Any) -> Iterator[SyslogInput]:
         found.stop(10.0)
 
 
-def port(source: SyslogInput, kind: str = "tcp") -> int:
+def get_port(source: SyslogInput, kind: str = "tcp") -> int:
     return source.addresses[kind].port
 
 
-def connected(source: SyslogInput) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port(source)), timeout=20)
+def connect_to(source: SyslogInput) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", get_port(source)), timeout=20)
 
 
 def send(source: SyslogInput, *messages: bytes) -> None:
     """Send over a new connection and close it."""
-    with connected(source) as client:
+    with connect_to(source) as client:
         client.sendall(b"".join(messages))
 
 
 def send_datagrams(source: SyslogInput, *messages: bytes) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
         for message in messages:
-            client.sendto(message, ("127.0.0.1", port(source, "udp")))
+            client.sendto(message, ("127.0.0.1", get_port(source, "udp")))
 
 
-def events_in(queue: BufferedQueue) -> list[Event]:
+def read_events(queue: BufferedQueue) -> list[Event]:
     found: list[Event] = []
     while (read := queue.read(queue.low + len(found), 100_000)) is not None:
         found += iterate_events(read[1], read[0])
     return found
 
 
-def arrived(queue: BufferedQueue, count: int) -> list[Event]:
+def await_events(queue: BufferedQueue, count: int) -> list[Event]:
     """Wait for ``count`` values, check that there are no more, and return them."""
     wait_until(lambda: queue.end >= count, f"{count} events in the queue")
-    found = events_in(queue)
+    found = read_events(queue)
     assert len(found) == count
     return found
 
 
-def values_in(queue: BufferedQueue, count: int) -> list[bytes | None]:
-    return [event.value for event in arrived(queue, count)]
+def await_values(queue: BufferedQueue, count: int) -> list[bytes | None]:
+    return [event.value for event in await_events(queue, count)]
 
 
-def program(name: str) -> str:
+def find_program(name: str) -> str:
     """Return the path of a program. Without it, the test is skipped here and fails in CI."""
     found = shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin")
     if found is None:
@@ -79,18 +79,18 @@ def program(name: str) -> str:
     return found
 
 
-def logger(*arguments: object) -> None:
+def run_logger(*arguments: object) -> None:
     """Run util-linux' logger."""
-    subprocess.run([program("logger"), *map(str, arguments)], check=True, timeout=20)
+    subprocess.run([find_program("logger"), *map(str, arguments)], check=True, timeout=20)
 
 
 @contextmanager
-def rsyslogd(place: Path, config: str) -> Iterator[None]:
+def run_configured_rsyslogd(place: Path, config: str) -> Iterator[None]:
     """Run a real rsyslogd; its output is in a file beside its configuration."""
     (place / "rsyslog.conf").write_text(config)
     with (place / "said").open("wb") as said:
         daemon = subprocess.Popen(
-            [program("rsyslogd"), "-n", "-f", place / "rsyslog.conf", "-i", place / "pid"],
+            [find_program("rsyslogd"), "-n", "-f", place / "rsyslog.conf", "-i", place / "pid"],
             stdout=said,
             stderr=said,
         )
@@ -103,7 +103,7 @@ def rsyslogd(place: Path, config: str) -> Iterator[None]:
 
 
 @contextmanager
-def rsyslogd_sending(place: Path, action: str, settings: str = "") -> Iterator[Path]:
+def run_rsyslogd_with_action(place: Path, action: str, settings: str = "") -> Iterator[Path]:
     """Run an rsyslogd that applies ``action`` to messages of the unix socket that is yielded."""
     place.mkdir()
     door = place / "log"
@@ -114,12 +114,12 @@ def rsyslogd_sending(place: Path, action: str, settings: str = "") -> Iterator[P
         template(name="sent" type="string" string="<%PRI%>%MSG:2:$%")
         action({action} template="sent" action.resumeRetryCount="-1" action.resumeInterval="1")
         """
-    with rsyslogd(place, config):
+    with run_configured_rsyslogd(place, config):
         wait_until(door.exists, "rsyslogd's socket")
         yield door
 
 
-def say(door: Path, *messages: bytes) -> None:
+def send_to_socket(door: Path, *messages: bytes) -> None:
     """Send to a unix datagram socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
         client.connect(str(door))
@@ -127,17 +127,17 @@ def say(door: Path, *messages: bytes) -> None:
             client.send(message)
 
 
-def secured(certificates: Certificates, *, mutual: bool) -> dict[str, Any]:
+def make_tls_settings(certificates: Certificates, *, mutual: bool) -> dict[str, Any]:
     """Return the ``tls`` setting."""
     return {"listen": ANYWHERE, **certificates.server_knob(mutual=mutual)}
 
 
-def securely_connected(
+def connect_with_tls(
     source: SyslogInput, certificates: Certificates, identity: CertAndKey | None = None
 ) -> ssl.SSLSocket:
     """Open a TLS connection, with or without a client certificate."""
     context = certificates.client_context(identity)
-    plain = socket.create_connection(("127.0.0.1", port(source, "tls")), timeout=20)
+    plain = socket.create_connection(("127.0.0.1", get_port(source, "tls")), timeout=20)
     try:
         return context.wrap_socket(plain, server_hostname="127.0.0.1")
     except BaseException:

@@ -22,13 +22,13 @@ from tests.inputs.web_inputs import (
     SECRET,
     TOKENS,
     WEB,
-    drain,
+    act_when_refused,
     fill,
-    held,
-    node_of,
-    once_refused,
-    serving,
-    values,
+    open_node,
+    read_events,
+    read_values,
+    run_web_input,
+    settle_all,
 )
 from turnlane.errors import QueueEmpty
 from turnlane.inputs.elasticsearch import parse_secret
@@ -41,7 +41,7 @@ DOCUMENTS = [{"_index": "shop", "_id": str(number), "n": number} for number in r
 
 @pytest.fixture
 def url(node: Node) -> Iterator[str]:
-    with serving("elasticsearch", node) as found:
+    with run_web_input("elasticsearch", node) as found:
         yield f"http://{found.address}"
 
 
@@ -91,7 +91,7 @@ def test_client_accepts_the_input_as_elasticsearch(url: str) -> None:
 def test_helpers_bulk_publishes_documents(url: str, node: Node) -> None:
     with client_of(url, http_compress=True) as client:
         assert helpers.bulk(client, DOCUMENTS) == (50, [])
-    found = held(node)
+    found = read_events(node)
     assert [event.value for event in found] == [b'{"n":%d}' % number for number in range(50)]
     assert [event.key for event in found] == [str(number) for number in range(50)]
     assert found[7].headers == {"index": "shop", "action": "index"}
@@ -103,14 +103,14 @@ def test_streaming_bulk_answers_each_document(url: str, node: Node) -> None:
         answers = list(helpers.streaming_bulk(client, DOCUMENTS, chunk_size=7))
     assert [ok for ok, _ in answers] == [True] * 50
     assert [answer["index"]["_id"] for _, answer in answers] == [str(n) for n in range(50)]
-    assert len(values(node)) == 50
+    assert len(read_values(node)) == 50
 
 
 def test_parallel_bulk_publishes_every_document_once(url: str, node: Node) -> None:
     with client_of(url) as client:
         answers = helpers.parallel_bulk(client, DOCUMENTS, thread_count=4, chunk_size=3)
         assert all(ok for ok, _ in answers)
-    assert sorted(event.key or "" for event in held(node)) == sorted(map(str, range(50)))
+    assert sorted(event.key or "" for event in read_events(node)) == sorted(map(str, range(50)))
 
 
 def test_single_documents_are_published(url: str, node: Node) -> None:
@@ -119,7 +119,7 @@ def test_single_documents_are_published(url: str, node: Node) -> None:
         assert made["result"] == "created"
         assert client.index(index="shop", id="a/b", document={"n": 2})["_id"] == "a/b"
         assert client.create(index="shop", id="3", document={"n": 3})["_index"] == "shop"
-    found = held(node)
+    found = read_events(node)
     assert [event.key for event in found] == [made["_id"], "a/b", "3"]
     assert [(event.headers or {})["action"] for event in found] == ["index", "index", "create"]
 
@@ -139,7 +139,7 @@ def test_unknown_resource_answers_404(url: str, node: Node) -> None:
         client.search(index="shop")
     assert refused.value.meta.status in {404, 405}
     assert WEB.put(f"{url}/_something").status_code == 404
-    assert values(node) == []
+    assert read_values(node) == []
 
 
 # ── per-item results ────────────────────────────────────────────────────────────────────────────
@@ -161,8 +161,8 @@ def test_every_action_becomes_an_event(url: str, node: Node) -> None:
         "updated",
         "deleted",
     ]
-    assert [event.key for event in held(node)] == ["1", "2", "3", "4"]
-    assert values(node) == [b'{"n": 1}', b'{"n":   2}', b'{"doc": {"n": 3}}', b""]
+    assert [event.key for event in read_events(node)] == ["1", "2", "3", "4"]
+    assert read_values(node) == [b'{"n": 1}', b'{"n":   2}', b'{"doc": {"n": 3}}', b""]
 
 
 def test_bulk_document_that_is_not_json_fails_alone(url: str, node: Node) -> None:
@@ -176,9 +176,9 @@ def test_bulk_document_that_is_not_json_fails_alone(url: str, node: Node) -> Non
     )  # fmt: skip
     assert (answer["errors"], statuses(answer)) == (True, [201, 400, 400, 201, 400])
     assert "not JSON" in answer["items"][1]["index"]["error"]["reason"]
-    assert values(node) == [b'{"n": 1}', b'{"n": 2}']
+    assert read_values(node) == [b'{"n": 1}', b'{"n": 2}']
     # The event has the generated id.
-    assert held(node)[1].key == answer["items"][3]["index"]["_id"]
+    assert read_events(node)[1].key == answer["items"][3]["index"]["_id"]
 
 
 @pytest.mark.parametrize("action", ["update", "delete"])
@@ -188,32 +188,38 @@ def test_update_or_delete_without_id_is_refused(url: str, node: Node, action: st
     )
     assert answer.status_code == 400
     assert "line 3" in answer.json()["error"]["reason"]
-    assert held(node) == []
+    assert read_events(node) == []
 
 
 def test_bulk_document_with_too_long_id_fails_alone(url: str, node: Node) -> None:
     lines = [line for key in ("a", "b" * 2**20) for line in ({"index": {"_id": key}}, {"n": 1})]
     answer = bulk(f"{url}/shop", *lines)
     assert statuses(answer) == [201, 400]
-    assert [event.key for event in held(node)] == ["a"]
+    assert [event.key for event in read_events(node)] == ["a"]
 
 
 def test_bulk_document_too_large_for_the_queue_fails_alone(tmp_path: Path) -> None:
-    with node_of(tmp_path, max_event_bytes="1Ki") as node, serving("elasticsearch", node) as found:
+    with (
+        open_node(tmp_path, max_event_bytes="1Ki") as node,
+        run_web_input("elasticsearch", node) as found,
+    ):
         large = {"_index": "a", "text": "x" * 2000}
         with client_of(f"http://{found.address}") as client:
             done, failed = helpers.bulk(client, [large, *DOCUMENTS], raise_on_error=False)
-        assert (done, len(values(node))) == (50, 50)
+        assert (done, len(read_values(node))) == (50, 50)
         assert isinstance(failed, list)
         assert [each["index"]["status"] for each in failed] == [413]
 
 
 def test_full_queue_answers_429_only_for_documents_without_room(tmp_path: Path) -> None:
     knobs: dict[str, Any] = {"timeout": HASTY, "ack": "accepted"}
-    with node_of(tmp_path, size=32) as node, serving("elasticsearch", node, **knobs) as found:
+    with (
+        open_node(tmp_path, size=32) as node,
+        run_web_input("elasticsearch", node, **knobs) as found,
+    ):
         lines = [line for n in range(64) for line in ({"index": {"_id": n}}, {"n": n})]
         answer = bulk(f"http://{found.address}/shop", *lines)
-        taken = [event.key for event in held(node)]
+        taken = [event.key for event in read_events(node)]
         assert 0 < len(taken) <= 32
         assert answer["errors"]
         assert statuses(answer) == [201] * len(taken) + [429] * (64 - len(taken))
@@ -224,25 +230,25 @@ def test_full_queue_answers_429_only_for_documents_without_room(tmp_path: Path) 
 
 def test_helper_retries_a_refused_request(tmp_path: Path) -> None:
     with (
-        node_of(tmp_path, size=60) as node,
-        serving("elasticsearch", node, timeout=HASTY) as found,
+        open_node(tmp_path, size=60) as node,
+        run_web_input("elasticsearch", node, timeout=HASTY) as found,
         client_of(f"http://{found.address}") as client,
     ):
         fill(node, 60)
         with pytest.raises(ApiError) as refused:
             helpers.bulk(client, DOCUMENTS)
         assert (refused.value.meta.status, found.counters.refused) == (429, 1)
-        with once_refused(found, lambda: drain(node), times=2):
+        with act_when_refused(found, lambda: settle_all(node), times=2):
             assert helpers.bulk(client.options(max_retries=9), DOCUMENTS, **RETRYING) == (50, [])
-        assert {event.key for event in held(node)} == {str(n) for n in range(50)}
+        assert {event.key for event in read_events(node)} == {str(n) for n in range(50)}
 
 
 def test_helper_retries_refused_items(tmp_path: Path) -> None:
     seen: list[str | None] = []
     with (
-        node_of(tmp_path, size=20) as node,
+        open_node(tmp_path, size=20) as node,
         # With `accepted`, no event in the queue is refused, even with a slow disk.
-        serving("elasticsearch", node, timeout="100ms", ack="accepted") as found,
+        run_web_input("elasticsearch", node, timeout="100ms", ack="accepted") as found,
         client_of(f"http://{found.address}", max_retries=50) as client,
     ):
         stopped = threading.Event()
@@ -266,7 +272,10 @@ def test_helper_retries_refused_items(tmp_path: Path) -> None:
 
 def test_full_disk_answers_503_until_there_is_space(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    with node_of(tmp_path, disk) as node, serving("elasticsearch", node, timeout=HASTY) as found:
+    with (
+        open_node(tmp_path, disk) as node,
+        run_web_input("elasticsearch", node, timeout=HASTY) as found,
+    ):
         disk.fill()
         with client_of(f"http://{found.address}") as client:
             for _ in range(2):
@@ -276,7 +285,7 @@ def test_full_disk_answers_503_until_there_is_space(tmp_path: Path) -> None:
                 assert refused.value.meta.headers["retry-after"] == "1"
             disk.unfill()
             wait_until(lambda: is_taken(client), "recovery")
-        assert values(node)[-1] == b"{}"
+        assert read_values(node)[-1] == b"{}"
 
 
 # ── whole requests ──────────────────────────────────────────────────────────────────────────────
@@ -303,11 +312,11 @@ def test_malformed_bulk_is_refused_whole(url: str, node: Node, body: bytes) -> N
     answer = WEB.post(f"{url}/_bulk", content=body)
     assert (answer.status_code, answer.json()["status"]) == (400, 400)
     assert answer.headers["x-elastic-product"] == "Elasticsearch"
-    assert values(node) == []
+    assert read_values(node) == []
 
 
 def test_oversize_and_compression_bomb_bodies_are_refused(node: Node) -> None:
-    with serving("elasticsearch", node, max_decompressed_bytes="1Mi") as found:
+    with run_web_input("elasticsearch", node, max_decompressed_bytes="1Mi") as found:
         bomb = gzip.compress(bytes(20_000_000))
         url = f"http://{found.address}/_bulk"
         answer = WEB.post(url, content=bomb, headers={"content-encoding": "gzip"})
@@ -317,13 +326,13 @@ def test_oversize_and_compression_bomb_bodies_are_refused(node: Node) -> None:
 
 def test_single_document_that_is_not_json_is_refused(url: str, node: Node) -> None:
     assert WEB.put(f"{url}/a/_doc/1", content=b"nonsense").status_code == 400
-    assert values(node) == []
+    assert read_values(node) == []
 
 
 def test_single_document_for_a_full_queue_answers_429(tmp_path: Path) -> None:
     with (
-        node_of(tmp_path, size=1, max_event_bytes="1Ki") as node,
-        serving("elasticsearch", node, timeout=HASTY) as found,
+        open_node(tmp_path, size=1, max_event_bytes="1Ki") as node,
+        run_web_input("elasticsearch", node, timeout=HASTY) as found,
     ):
         large = WEB.post(f"http://{found.address}/a/_doc", json={"x": "x" * 2000})
         assert large.status_code == 413
@@ -351,7 +360,7 @@ def test_token_is_accepted_in_every_form_of_the_client(
     node: Node, shown: dict[str, Any], status: int
 ) -> None:
     with (
-        serving("elasticsearch", node, tokens=TOKENS) as found,
+        run_web_input("elasticsearch", node, tokens=TOKENS) as found,
         client_of(f"http://{found.address}", **shown) as client,
     ):
         if status == 200:
@@ -364,7 +373,7 @@ def test_token_is_accepted_in_every_form_of_the_client(
             with pytest.raises(ApiError) as refused:
                 client.index(index="a", document={})
             assert refused.value.meta.status == status
-    assert len(values(node)) == (status == 200)
+    assert len(read_values(node)) == (status == 200)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +395,7 @@ def test_secret_is_parsed_from_every_form_of_header(header: str, secret: str | N
 def test_tls_settings_enable_https(node: Node, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     with (
-        serving("elasticsearch", node, tls=certificates.server_knob()) as found,
+        run_web_input("elasticsearch", node, tls=certificates.server_knob()) as found,
         client_of(f"https://{found.address}", ca_certs=str(certificates.ca)) as client,
     ):
         assert helpers.bulk(client, DOCUMENTS) == (50, [])
@@ -395,8 +404,8 @@ def test_tls_settings_enable_https(node: Node, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with (
-        node_of(tmp_path_factory.mktemp("fuzz"), durability="never") as node,
-        serving("elasticsearch", node, timeout="10s") as found,
+        open_node(tmp_path_factory.mktemp("fuzz"), durability="never") as node,
+        run_web_input("elasticsearch", node, timeout="10s") as found,
     ):
         yield f"http://{found.address}"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.conftest import IN_CI
 from tests.contract.harness import wait_until
-from tests.inputs.files_harness import following, opened
+from tests.inputs.files_harness import open_test_queue, run_input
 from tests.inputs.files_victim import live
 
 KILLS = 25 if IN_CI else 15
@@ -113,7 +113,7 @@ def test_killed_reader_publishes_every_line_exactly_once_in_order(
     knobs = {"kind": "disk", "sync_interval": 0.01, "chunk_size": "64Ki"}
     writer = Writer(logs, random.Random(SEED))
     run(Loop(nursery, data, f"{logs}/*", knobs, chance), writer, KILLS)
-    with following(data, f"{logs}/*") as running:
+    with run_input(data, f"{logs}/*") as running:
         lines = running.await_lines(len(writer.lines()))
         running.await_rounds()
         assert running.queue.end == len(lines), "and no more come"
@@ -144,5 +144,8 @@ def test_disk_assisted_queue_gets_every_line_at_least_once(
     writer = Writer(logs, random.Random(SEED))
     run(Loop(nursery, data, f"{logs}/*", knobs, chance), writer, KILLS // 2)
     expected = writer.lines()
-    with opened(data, **knobs) as queue, following(data, f"{logs}/*", queue=queue) as running:
+    with (
+        open_test_queue(data, **knobs) as queue,
+        run_input(data, f"{logs}/*", queue=queue) as running,
+    ):
         wait_until(lambda: set(running.lines()) >= set(expected))

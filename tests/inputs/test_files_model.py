@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.conftest import IN_CI
-from tests.inputs.files_harness import Following, Home, opened, settings
+from tests.inputs.files_harness import RunningInput, StubHost, open_test_queue, settings
 from turnlane.inputs.files import FilesInput
 
 NAMES = st.sampled_from(["a", "b"])
@@ -38,7 +38,9 @@ class Files(RuleBasedStateMachine):
         self.stack = ExitStack()
         self.root = Path(tempfile.mkdtemp())
         self.stack.callback(shutil.rmtree, self.root)
-        self.queue = self.stack.enter_context(opened(self.root / "data", durability="never"))
+        self.queue = self.stack.enter_context(
+            open_test_queue(self.root / "data", durability="never")
+        )
         self.logs = self.root / "logs"
         self.logs.mkdir()
         self.generations: list[Generation] = []
@@ -49,7 +51,7 @@ class Files(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         knobs = {"rotate_wait": 0, "read_buffer": 64, "close_inactive": 0, "scan_interval": 60}
-        home = Home(self.root / "data", self.queue)
+        home = StubHost(self.root / "data", self.queue)
         self.begun = FilesInput(settings(self.logs / "*", **knobs), home)
         self.begun.prepare()
 
@@ -137,7 +139,7 @@ class Files(RuleBasedStateMachine):
     @invariant()
     def nothing_is_twice_or_out_of_order(self) -> None:
         if self.begun is not None:
-            self.compare(Following(self.input, self.queue).lines(), whole=False)
+            self.compare(RunningInput(self.input, self.queue).lines(), whole=False)
 
     def compare(self, found: list[bytes], *, whole: bool) -> None:
         place = {line: at for at, line in enumerate(found)}
@@ -156,7 +158,7 @@ class Files(RuleBasedStateMachine):
         try:
             if self.begun is not None:
                 self.look()
-                self.compare(Following(self.input, self.queue).lines(), whole=True)
+                self.compare(RunningInput(self.input, self.queue).lines(), whole=True)
                 self.input._finish()
         finally:
             self.stack.close()

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from tests.contract.harness import wait_until
 from tests.inputs.files_harness import (
     append,
-    eventually,
-    following,
-    names,
-    numbered,
-    opened,
+    await_condition,
+    make_lines,
+    make_values,
+    open_test_queue,
+    run_input,
     settings,
 )
 from turnlane.errors import NoSuchQueue
@@ -76,20 +76,20 @@ def test_type_files_loads_the_input() -> None:
 
 def test_lines_are_published_in_order_with_their_source(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
-    log.write_bytes(numbered(0, 1000))
-    with following(tmp_path / "data", tmp_path / "*.log") as running:
+    log.write_bytes(make_lines(0, 1000))
+    with run_input(tmp_path / "data", tmp_path / "*.log") as running:
         running.await_lines(1000)
-        append(log, numbered(1000, 2000))
-        assert running.await_lines(2000) == names(0, 2000)
+        append(log, make_lines(1000, 2000))
+        assert running.await_lines(2000) == make_values(0, 2000)
         assert {source for source, _ in running.rows()} == {str(log)}
-        eventually(lambda: running.input.counters.events == 2000)
+        await_condition(lambda: running.input.counters.events == 2000)
         assert running.input.counters.bytes == log.stat().st_size
 
 
 def test_events_have_arrival_time_and_file_offset(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"a\nbcd\r\n\ne\n")
-    with following(tmp_path / "data", log, offsets=True) as running:
+    with run_input(tmp_path / "data", log, offsets=True) as running:
         running.await_lines(4)
         found = running.queue.read(0, 10)
         assert found is not None
@@ -100,7 +100,7 @@ def test_events_have_arrival_time_and_file_offset(tmp_path: Path) -> None:
 def test_partial_line_waits_for_its_newline(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"one\ntw")
-    with following(tmp_path / "data", log) as running:
+    with run_input(tmp_path / "data", log) as running:
         running.await_lines(1)
         append(log, b"o, and")
         running.await_rounds()
@@ -112,7 +112,7 @@ def test_partial_line_waits_for_its_newline(tmp_path: Path) -> None:
 def test_partial_line_is_published_after_partial_timeout(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"one\ntw")
-    with following(tmp_path / "data", log, partial_timeout=0.1) as running:
+    with run_input(tmp_path / "data", log, partial_timeout=0.1) as running:
         assert running.await_lines(2) == [b"one", b"tw"]
         append(log, b"\nthree\n")  # the newline ends the published line
         assert running.await_lines(3) == [b"one", b"tw", b"three"]
@@ -124,47 +124,50 @@ def test_partial_line_is_published_after_partial_timeout(tmp_path: Path) -> None
 def test_file_of_one_partial_line_is_published_after_partial_timeout(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"only")
-    with following(tmp_path / "data", log, partial_timeout=0.1) as running:
+    with run_input(tmp_path / "data", log, partial_timeout=0.1) as running:
         assert running.await_lines(1) == [b"only"]
 
 
 def test_long_lines_are_split_and_counted(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"x" * 250 + b"\nshort\n" + b"y" * 130)
-    with following(tmp_path / "data", log, max_line_bytes=100, read_buffer=64) as running:
+    with run_input(tmp_path / "data", log, max_line_bytes=100, read_buffer=64) as running:
         lines = running.await_lines(5)
         assert [len(line) for line in lines] == [100, 100, 50, 5, 100]
         append(log, b"z\n")
         assert running.await_lines(6)[5] == b"y" * 30 + b"z"
-        eventually(lambda: running.input.counters.split == 3)
+        await_condition(lambda: running.input.counters.split == 3)
 
 
 def test_line_longer_than_the_read_buffer_is_published_whole(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
-    log.write_bytes(b"x" * 5000 + b"\n" + numbered(0, 50))
-    with following(tmp_path / "data", log, read_buffer=64) as running:
-        assert running.await_lines(51) == [b"x" * 5000, *names(0, 50)]
+    log.write_bytes(b"x" * 5000 + b"\n" + make_lines(0, 50))
+    with run_input(tmp_path / "data", log, read_buffer=64) as running:
+        assert running.await_lines(51) == [b"x" * 5000, *make_values(0, 50)]
 
 
 def test_lines_larger_than_the_event_limit_are_split(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"x" * 10_000 + b"\n")
     data = tmp_path / "data"
-    with opened(data, max_event_bytes=4096) as queue, following(data, log, queue=queue) as running:
-        eventually(lambda: running.input.counters.split == 2)
+    with (
+        open_test_queue(data, max_event_bytes=4096) as queue,
+        run_input(data, log, queue=queue) as running,
+    ):
+        await_condition(lambda: running.input.counters.split == 2)
         assert b"".join(running.lines()) == b"x" * 10_000
 
 
 def test_blocks_larger_than_the_queue_enter_in_parts(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
-    log.write_bytes(numbered(0, 5000))
+    log.write_bytes(make_lines(0, 5000))
     data = tmp_path / "data"
     taken: list[bytes] = []
-    with opened(data, size=64) as queue, following(data, log, queue=queue):
+    with open_test_queue(data, size=64) as queue, run_input(data, log, queue=queue):
         while len(taken) < 5000:
             with queue.get(timeout=10) as batch:
                 taken += [event.value or b"" for event in batch]
-    assert taken == names(0, 5000)
+    assert taken == make_values(0, 5000)
 
 
 def test_globs_match_nested_folders_except_excluded_files(tmp_path: Path) -> None:
@@ -173,7 +176,7 @@ def test_globs_match_nested_folders_except_excluded_files(tmp_path: Path) -> Non
         (logs / name).parent.mkdir(parents=True, exist_ok=True)
         (logs / name).write_bytes(name.encode() + b"\n")
     exclude = ("debug*", f"{logs}/old/*")
-    with following(tmp_path / "data", f"{logs}/**/*.log", exclude=exclude) as running:
+    with run_input(tmp_path / "data", f"{logs}/**/*.log", exclude=exclude) as running:
         running.await_lines(3)
         (logs / "new").mkdir()
         (logs / "new" / "f.log").write_bytes(b"new/f.log\n")
@@ -183,7 +186,7 @@ def test_globs_match_nested_folders_except_excluded_files(tmp_path: Path) -> Non
 
 def test_globs_without_a_match_wait_for_files(tmp_path: Path) -> None:
     later = tmp_path / "nowhere" / "a.log"
-    with following(tmp_path / "data", later) as running:
+    with run_input(tmp_path / "data", later) as running:
         running.await_rounds()
         assert running.queue.end == 0
         later.parent.mkdir()
@@ -196,7 +199,7 @@ def test_compressed_files_are_ignored_with_one_warning(
 ) -> None:
     (tmp_path / "a.log.1.gz").write_bytes(gzip.compress(b"no\n"))
     (tmp_path / "a.log").write_bytes(b"yes\n")
-    with following(tmp_path / "data", tmp_path / "a.log*") as running:
+    with run_input(tmp_path / "data", tmp_path / "a.log*") as running:
         assert running.await_lines(1) == [b"yes"]
         running.await_rounds()
     assert caplog.text.count("files.compressed_ignored") == 1
@@ -209,7 +212,7 @@ def test_file_with_two_names_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "d.log").symlink_to(tmp_path / "nowhere")
     (tmp_path / "e.log").mkdir()
     os.mkfifo(tmp_path / "f.log")
-    with following(tmp_path / "data", tmp_path / "*.log") as running:
+    with run_input(tmp_path / "data", tmp_path / "*.log") as running:
         running.await_lines(1)
         running.await_rounds()
         assert running.rows() == [(str(tmp_path / "a.log"), b"once")]
@@ -220,7 +223,7 @@ def test_switched_symlink_leads_to_the_new_file(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).write_bytes(name.encode() + b"\n")
     link.symlink_to(tmp_path / "one")
-    with following(tmp_path / "data", link) as running:
+    with run_input(tmp_path / "data", link) as running:
         running.await_lines(1)
         fresh = tmp_path / "fresh"
         fresh.symlink_to(tmp_path / "two")
@@ -232,13 +235,13 @@ def test_switched_symlink_leads_to_the_new_file(tmp_path: Path) -> None:
 
 def test_start_at_end_skips_only_old_lines_of_old_files(tmp_path: Path) -> None:
     old, new = tmp_path / "old.log", tmp_path / "new.log"
-    old.write_bytes(numbered(0, 10))
+    old.write_bytes(make_lines(0, 10))
     for start, expected in ((10, 2), (11, 4)):  # `start_at` applies only to the first start
-        with following(tmp_path / "data", tmp_path / "*.log", start_at="end") as running:
-            append(old, numbered(start, start + 1))
+        with run_input(tmp_path / "data", tmp_path / "*.log", start_at="end") as running:
+            append(old, make_lines(start, start + 1))
             append(new, b"new\n")
             running.await_lines(expected)
-    with following(tmp_path / "data", tmp_path / "*.log", start_at="end") as running:
+    with run_input(tmp_path / "data", tmp_path / "*.log", start_at="end") as running:
         (tmp_path / "newer.log").write_bytes(b"newer\n")
         lines = running.await_lines(5)
     assert sorted(lines) == [b"line 10", b"line 11", b"new", b"new", b"newer"]
@@ -248,7 +251,7 @@ def test_files_older_than_ignore_older_are_ignored_until_they_change(tmp_path: P
     log = tmp_path / "a.log"
     log.write_bytes(b"old\n")
     os.utime(log, (0, 0))
-    with following(tmp_path / "data", log, ignore_older="1h") as running:
+    with run_input(tmp_path / "data", log, ignore_older="1h") as running:
         running.await_rounds()
         assert running.queue.end == 0
         append(log, b"new\n")
@@ -259,7 +262,7 @@ def test_path_that_is_not_utf8_becomes_a_readable_source(tmp_path: Path) -> None
     with (tmp_path / os.fsdecode(b"caf\xe9.log")).open("wb") as file:
         file.write(b"hello\n")
     for _ in range(2):
-        with following(tmp_path / "data", tmp_path / "*.log") as running:
+        with run_input(tmp_path / "data", tmp_path / "*.log") as running:
             running.await_lines(1)
             assert running.rows()[0][0].endswith("caf�.log")
 
@@ -267,9 +270,9 @@ def test_path_that_is_not_utf8_becomes_a_readable_source(tmp_path: Path) -> None
 def test_idle_files_are_closed_and_still_followed(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_bytes(b"one\n")
-    with following(tmp_path / "data", log, close_inactive=0) as running:
+    with run_input(tmp_path / "data", log, close_inactive=0) as running:
         running.await_lines(1)
-        eventually(lambda: not running.input._open)
+        await_condition(lambda: not running.input._open)
         append(log, b"two\n")
         assert running.await_lines(2) == [b"one", b"two"]
 
@@ -281,14 +284,14 @@ def test_more_files_than_the_open_limit_are_followed(
     logs = [tmp_path / f"{number}.log" for number in range(2000)]
     for log in logs:
         log.write_bytes(b"first of " + log.name.encode() + b"\n")
-    with following(tmp_path / "data", tmp_path / "*.log") as running:
+    with run_input(tmp_path / "data", tmp_path / "*.log") as running:
         running.await_lines(2000)
         wait_until(lambda: len(running.input._open) <= 100, "files to be closed again", 60)
         for log in logs[::10]:
             append(log, b"second of " + log.name.encode() + b"\n")
         lines = running.await_lines(2200)
     assert len(set(lines)) == 2200
-    with following(tmp_path / "data", tmp_path / "*.log") as running:
+    with run_input(tmp_path / "data", tmp_path / "*.log") as running:
         append(logs[7], b"third\n")
         assert running.await_lines(2201)[-1] == b"third"
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tests.inputs.files_harness import (
-    Home,
+    StubHost,
     append,
-    eventually,
-    following,
-    names,
-    numbered,
-    opened,
+    await_condition,
+    make_lines,
+    make_values,
+    open_test_queue,
+    run_input,
     settings,
 )
 from tests.queue_internals import state_of
@@ -39,9 +39,9 @@ def rewrite(data: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_restarted_input_continues_at_its_position(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     for start in range(0, 50, 10):
-        append(log, numbered(start, start + 10))
-        with following(tmp_path / "data", log) as running:
-            assert running.await_lines(start + 10) == names(0, start + 10)
+        append(log, make_lines(start, start + 10))
+        with run_input(tmp_path / "data", log) as running:
+            assert running.await_lines(start + 10) == make_values(0, start + 10)
 
 
 def behind(data: Path) -> None:
@@ -75,64 +75,64 @@ def test_damaged_positions_file_is_replaced_by_the_queue(
     tmp_path: Path, harm: Callable[[Path], None], start_at: str
 ) -> None:
     log, data = tmp_path / "a.log", tmp_path / "data"
-    with following(data, log, start_at=start_at) as running:
-        log.write_bytes(numbered(0, 100))
+    with run_input(data, log, start_at=start_at) as running:
+        log.write_bytes(make_lines(0, 100))
         running.await_lines(100)
     harm(data)
-    append(log, numbered(100, 110))
-    with following(data, log, start_at=start_at) as running:
-        assert running.await_lines(110) == names(0, 110)
+    append(log, make_lines(100, 110))
+    with run_input(data, log, start_at=start_at) as running:
+        assert running.await_lines(110) == make_values(0, 110)
         running.await_rounds()
-        append(log, numbered(110, 120))
-        assert running.await_lines(120) == names(0, 120)
+        append(log, make_lines(110, 120))
+        assert running.await_lines(120) == make_values(0, 120)
     kept = saved(data).with_name("files.json.bad").exists()
     assert kept == (harm in {garbage, of_another_version, senseless})
 
 
 def test_lost_positions_of_a_truncated_file_come_from_the_queue(tmp_path: Path) -> None:
     log, data = tmp_path / "a.log", tmp_path / "data"
-    with following(data, log) as running:
+    with run_input(data, log) as running:
         for generation in range(1, 4):
             log.write_bytes(b"same\n" + b"x\n" * (generation % 2))
             running.await_rounds()
-            append(log, numbered(0, generation))
+            append(log, make_lines(0, generation))
             last = b"line %d" % (generation - 1)
-            eventually(lambda last=last: running.lines()[-1:] == [last])  # type: ignore[misc]
+            await_condition(lambda last=last: running.lines()[-1:] == [last])  # type: ignore[misc]
         count = running.queue.end
     saved(data).unlink()
     append(log, b"next\n")
-    with following(data, log) as running:
+    with run_input(data, log) as running:
         assert running.await_lines(count + 1)[-1] == b"next"
 
 
 def test_file_renamed_between_two_runs_is_read_to_its_end(tmp_path: Path) -> None:
     """The rest of the old file is found under its new name, which no glob matches."""
     log, data = tmp_path / "a.log", tmp_path / "data"
-    log.write_bytes(numbered(0, 10))
-    with following(data, log) as running:
+    log.write_bytes(make_lines(0, 10))
+    with run_input(data, log) as running:
         running.await_lines(10)
-    append(log, numbered(10, 20))
+    append(log, make_lines(10, 20))
     log.rename(tmp_path / "rotated-away")
-    log.write_bytes(numbered(100, 105))
-    with following(data, log) as running:
+    log.write_bytes(make_lines(100, 105))
+    with run_input(data, log) as running:
         lines = running.await_lines(25)
-        assert sorted(lines) == sorted(names(0, 20) + names(100, 105))
-        eventually(lambda: len(running.input._tracker.readers) == 1)
-    with following(data, log) as running:
+        assert sorted(lines) == sorted(make_values(0, 20) + make_values(100, 105))
+        await_condition(lambda: len(running.input._tracker.readers) == 1)
+    with run_input(data, log) as running:
         running.await_rounds()
         assert running.queue.end == 25
 
 
-@pytest.mark.parametrize("refill", [numbered(500, 505), numbered(500, 1000)])
+@pytest.mark.parametrize("refill", [make_lines(500, 505), make_lines(500, 1000)])
 def test_file_truncated_between_two_runs_is_read_from_its_start(
     tmp_path: Path, refill: bytes
 ) -> None:
     log, data = tmp_path / "a.log", tmp_path / "data"
-    log.write_bytes(b"head\n" + numbered(0, 100))
-    with following(data, log) as running:
+    log.write_bytes(b"head\n" + make_lines(0, 100))
+    with run_input(data, log) as running:
         running.await_lines(101)
     log.write_bytes(b"head\n" + refill)
-    with following(data, log) as running:
+    with run_input(data, log) as running:
         lines = running.await_lines(102 + refill.count(b"\n"))
         assert lines[101:] == [b"head", *refill.splitlines()]
 
@@ -140,41 +140,41 @@ def test_file_truncated_between_two_runs_is_read_from_its_start(
 def test_reused_inode_under_another_name_is_not_read(tmp_path: Path) -> None:
     """Only the content shows that the file with the other name is not the old one."""
     log, data = tmp_path / "a.log", tmp_path / "data"
-    log.write_bytes(numbered(0, 100))
-    with following(data, log) as running:
+    log.write_bytes(make_lines(0, 100))
+    with run_input(data, log) as running:
         running.await_lines(100)
     secret = tmp_path / "secret"
     log.rename(secret)
     with secret.open("r+b") as file:
         file.write(b"secret\n" * 1000)
-    with following(data, log) as running:
-        eventually(lambda: not running.input._tracker.readers)
+    with run_input(data, log) as running:
+        await_condition(lambda: not running.input._tracker.readers)
         assert running.queue.end == 100
 
 
 def test_changed_device_number_keeps_the_positions(tmp_path: Path) -> None:
     log, data = tmp_path / "a.log", tmp_path / "data"
-    log.write_bytes(numbered(0, 10))
-    with following(data, log) as running:
+    log.write_bytes(make_lines(0, 10))
+    with run_input(data, log) as running:
         running.await_lines(10)
 
     def reboot(content: dict[str, Any]) -> None:
         content["files"][0]["key"][0] += 1
 
     rewrite(data, reboot)
-    append(log, numbered(10, 20))
+    append(log, make_lines(10, 20))
     for _ in range(2):
-        with following(data, log) as running:
-            assert running.await_lines(20) == names(0, 20)
+        with run_input(data, log) as running:
+            assert running.await_lines(20) == make_values(0, 20)
 
 
 def test_partial_line_published_before_a_restart_is_not_repeated(tmp_path: Path) -> None:
     log, data = tmp_path / "a.log", tmp_path / "data"
     log.write_bytes(b"one\ntwo")
-    with following(data, log, partial_timeout=0.05) as running:
+    with run_input(data, log, partial_timeout=0.05) as running:
         running.await_lines(2)
     append(log, b"\nthree\n")
-    with following(data, log) as running:
+    with run_input(data, log) as running:
         assert running.await_lines(3) == [b"one", b"two", b"three"]
 
 
@@ -182,11 +182,11 @@ def test_deleted_files_are_forgotten_after_forget_after(tmp_path: Path) -> None:
     data = tmp_path / "data"
     for number in range(3):
         (tmp_path / f"{number}.log").write_bytes(b"x%d\n" % number)
-    with following(data, tmp_path / "*.log") as running:
+    with run_input(data, tmp_path / "*.log") as running:
         running.await_lines(3)
     (tmp_path / "0.log").unlink()
     (tmp_path / "new.log").write_bytes(b"new\n")
-    with following(data, tmp_path / "*.log", forget_after="0s") as running:
+    with run_input(data, tmp_path / "*.log", forget_after="0s") as running:
         running.await_lines(4)
     paths = {Path(entry["path"]).name for entry in json.loads(saved(data).read_text())["files"]}
     assert paths == {"1.log", "2.log", "new.log"}
@@ -201,9 +201,9 @@ def test_more_files_than_producers_of_the_queue_are_read_once(
     data = tmp_path / "data"
     for number in range(100):
         (tmp_path / f"{number}.log").write_bytes(b"line %d\n" % number)
-    with opened(data, sync_interval=0.01) as queue:
+    with open_test_queue(data, sync_interval=0.01) as queue:
         for _ in range(2):
-            killed = FilesInput(settings(tmp_path / "*.log"), Home(data, queue))
+            killed = FilesInput(settings(tmp_path / "*.log"), StubHost(data, queue))
             killed.prepare()
             most = 0
             publish = killed._publish
@@ -225,10 +225,10 @@ def test_more_files_than_producers_of_the_queue_are_read_once(
 
 def test_memory_queue_gets_undelivered_lines_again(tmp_path: Path) -> None:
     log, data = tmp_path / "a.log", tmp_path / "data"
-    log.write_bytes(numbered(0, 100))
+    log.write_bytes(make_lines(0, 100))
     with (
-        opened(data, kind="memory") as queue,
-        following(data, log, queue=queue, read_buffer=64) as running,
+        open_test_queue(data, kind="memory") as queue,
+        run_input(data, log, queue=queue, read_buffer=64) as running,
     ):
         running.await_lines(100)
         taken: list[bytes] = []
@@ -236,29 +236,32 @@ def test_memory_queue_gets_undelivered_lines_again(tmp_path: Path) -> None:
             with queue.get(8) as batch:
                 taken += [event.value or b"" for event in batch]
         reader = next(iter(running.input._tracker.readers.values()))
-        eventually(lambda: reader.progress.offset > 0)
-    with opened(data, kind="memory") as queue, following(data, log, queue=queue) as running:
-        eventually(lambda: running.lines()[-1:] == names(99, 100))
+        await_condition(lambda: reader.progress.offset > 0)
+    with (
+        open_test_queue(data, kind="memory") as queue,
+        run_input(data, log, queue=queue) as running,
+    ):
+        await_condition(lambda: running.lines()[-1:] == make_values(99, 100))
         lines = running.lines()
     first = int(lines[0].split()[1])
     assert 0 < first <= 40, "what was delivered is not read again, but for the last block"
-    assert lines == names(first, 100)
+    assert lines == make_values(first, 100)
 
 
 def test_memory_queue_with_ack_accepted_gets_no_line_again(tmp_path: Path) -> None:
     log, data = tmp_path / "a.log", tmp_path / "data"
-    log.write_bytes(numbered(0, 100))
+    log.write_bytes(make_lines(0, 100))
     with (
-        opened(data, kind="memory") as queue,
-        following(data, log, queue=queue, ack="accepted") as running,
+        open_test_queue(data, kind="memory") as queue,
+        run_input(data, log, queue=queue, ack="accepted") as running,
     ):
         running.await_lines(100)
         reader = next(iter(running.input._tracker.readers.values()))
-        eventually(lambda: reader.progress.offset == log.stat().st_size)
+        await_condition(lambda: reader.progress.offset == log.stat().st_size)
     append(log, b"next\n")
     with (
-        opened(data, kind="memory") as queue,
-        following(data, log, queue=queue, ack="accepted") as running,
+        open_test_queue(data, kind="memory") as queue,
+        run_input(data, log, queue=queue, ack="accepted") as running,
     ):
         assert running.await_lines(1) == [b"next"]
 
@@ -274,7 +277,7 @@ def test_unreadable_positions_are_reported_at_the_start(tmp_path: Path) -> None:
         def queue(self, name: str) -> Any:
             return queue
 
-    with opened(data) as queue, pytest.raises(DirectoryUnusable, match=r"files\.json"):
+    with open_test_queue(data) as queue, pytest.raises(DirectoryUnusable, match=r"files\.json"):
         FilesInput(settings("x"), Nowhere()).start()
 
 
@@ -282,17 +285,17 @@ def test_inputs_with_similar_names_have_separate_positions(tmp_path: Path) -> No
     labels = ["web/x", "web_x", "web%2Fx"]
     logs = [tmp_path / f"{number}.log" for number in range(3)]
     for log in logs:
-        append(log, numbered(0, 5))
-    with opened(tmp_path / "data", kind="memory") as queue:
+        append(log, make_lines(0, 5))
+    with open_test_queue(tmp_path / "data", kind="memory") as queue:
         for _ in range(2):
             with contextlib.ExitStack() as started:
                 every = [
                     started.enter_context(
-                        following(tmp_path / "data", log, queue=queue, name=label, ack="accepted")
+                        run_input(tmp_path / "data", log, queue=queue, name=label, ack="accepted")
                     )
                     for label, log in zip(labels, logs, strict=True)
                 ]
-                eventually(lambda: queue.end >= 15)
+                await_condition(lambda: queue.end >= 15)
                 for each in every:
                     each.await_rounds()
         assert queue.end == 15

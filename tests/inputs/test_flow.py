@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.contract.harness import assert_never, publish_all, wait_until
-from tests.inputs.syslog_harness import ANYWHERE, say, send, send_datagrams
+from tests.inputs.syslog_harness import ANYWHERE, send, send_datagrams, send_to_socket
 from turnlane.errors import AckPending
 from turnlane.events import block_of
 from turnlane.inputs import api
@@ -65,7 +65,7 @@ def syslog(node: Node, _place: Path, **flow: Any) -> Iterator[Send]:
 def unix(node: Node, place: Path, **flow: Any) -> Iterator[Send]:
     door = place / "log"
     with started(api.load("unix")(settings("unix", path=door, **flow), node)):
-        yield lambda line: say(door, line)
+        yield lambda line: send_to_socket(door, line)
 
 
 @contextlib.contextmanager

@@ -26,13 +26,13 @@ from tests.inputs.web_inputs import (
     SECRET,
     TOKENS,
     WEB,
-    drain,
     fill,
-    held,
-    made,
-    node_of,
-    serving,
-    values,
+    make_input,
+    open_node,
+    read_events,
+    read_values,
+    run_web_input,
+    settle_all,
 )
 from turnlane.errors import AddressTaken, ConfigError
 from turnlane.inputs.http import Split, choose_split, get_source
@@ -43,7 +43,7 @@ from turnlane.testing import FaultyDisk
 
 @pytest.fixture
 def url(node: Node) -> Iterator[str]:
-    with serving("http", node, routes={"/orders/*": "orders"}) as found:
+    with run_web_input("http", node, routes={"/orders/*": "orders"}) as found:
         yield f"http://{found.address}"
 
 
@@ -78,7 +78,7 @@ def test_body_is_split_by_its_content_type(
 ) -> None:
     answer = post(url, body, kind)
     assert (answer.status_code, answer.json()) == (200, {"events": len(events)})
-    assert values(node) == events
+    assert read_values(node) == events
 
 
 @pytest.mark.parametrize(
@@ -88,45 +88,45 @@ def test_body_is_split_by_its_content_type(
 def test_split_setting_overrules_the_content_type(
     node: Node, split: str, events: list[bytes]
 ) -> None:
-    with serving("http", node, split=split) as found:
+    with run_web_input("http", node, split=split) as found:
         post(f"http://{found.address}/", b"[1,\n2]", "text/plain").raise_for_status()
-    assert values(node) == events
+    assert read_values(node) == events
 
 
 def test_routes_choose_the_queue_by_path(url: str, node: Node) -> None:
     for path in ("/orders/new", "/orders", "/", "/a/b%20c"):
         post(url + path, b"x").raise_for_status()
-    paths = [(event.headers or {})["path"] for event in held(node)]
+    paths = [(event.headers or {})["path"] for event in read_events(node)]
     assert paths == ["/orders", "/", "/a/b c"]
-    assert [event.headers for event in held(node, "orders")] == [{"path": "/orders/new"}]
+    assert [event.headers for event in read_events(node, "orders")] == [{"path": "/orders/new"}]
 
 
 def test_event_has_key_listed_headers_and_source(node: Node) -> None:
     knobs: dict[str, Any] = {
         "keep_headers": ["X-Tenant", "X-Absent"], "key_header": "x-key", "key_query": "key",
     }  # fmt: skip
-    with serving("http", node, **knobs) as found:
+    with run_web_input("http", node, **knobs) as found:
         url = f"http://{found.address}/?key=from-query"
         post(url, b"1", "text/plain", X_Tenant="acme", X_Other="no").raise_for_status()
         post(url, b"2", "text/plain", X_Key="from-header").raise_for_status()
-    first, second = held(node)
+    first, second = read_events(node)
     assert first.headers == {"x-tenant": "acme", "path": "/"}
     assert (first.key, second.key) == ("from-query", "from-header")
     assert first.source == "127.0.0.1"
 
 
 def test_status_204_answers_without_a_body(node: Node) -> None:
-    with serving("http", node, status=204) as found:
+    with run_web_input("http", node, status=204) as found:
         answer = WEB.put(f"http://{found.address}/x", content=b"x")
     assert (answer.status_code, answer.content) == (204, b"")
-    assert values(node) == [b"x"]
+    assert read_values(node) == [b"x"]
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_compressed_bodies_are_decompressed(url: str, node: Node, encoding: str) -> None:
     packed = gzip.compress(b"a\nb\n") if encoding == "gzip" else zlib.compress(b"a\nb\n")
     post(url, packed, "text/plain", content_encoding=encoding).raise_for_status()
-    assert values(node) == [b"a", b"b"]
+    assert read_values(node) == [b"a", b"b"]
 
 
 def test_curl_can_post_events(url: str, node: Node) -> None:
@@ -137,7 +137,7 @@ def test_curl_can_post_events(url: str, node: Node) -> None:
         check=True,
     )
     assert json.loads(done.stdout) == {"events": 2}
-    assert values(node, "orders") == [b'{"id": 1}', b'{"id": 2}']
+    assert read_values(node, "orders") == [b'{"id": 1}', b'{"id": 2}']
 
 
 @pytest.mark.parametrize(
@@ -178,11 +178,11 @@ def test_malformed_body_is_refused(
     url: str, node: Node, body: bytes, headers: dict[str, str], status: int
 ) -> None:
     assert post(url, body, **headers).status_code == status
-    assert values(node) == []
+    assert read_values(node) == []
 
 
 def test_long_key_repeated_for_many_events_is_refused(node: Node) -> None:
-    with serving("http", node, key_header="x-key") as found:
+    with run_web_input("http", node, key_header="x-key") as found:
         url = f"http://{found.address}"
         answer = post(url, b"a\n" * 10_000, "text/plain", x_key="k" * 50_000)
         assert answer.status_code == 413
@@ -192,34 +192,36 @@ def test_long_key_repeated_for_many_events_is_refused(node: Node) -> None:
 
 def test_oversize_and_compression_bomb_bodies_are_refused(node: Node) -> None:
     bomb = gzip.compress(bytes(50_000_000))
-    with serving("http", node, max_request_bytes="100Ki", max_decompressed_bytes="1Mi") as found:
+    with run_web_input(
+        "http", node, max_request_bytes="100Ki", max_decompressed_bytes="1Mi"
+    ) as found:
         url = f"http://{found.address}/"
         assert post(url, bomb, content_encoding="gzip").status_code == 413
         assert post(url, bytes(200_000)).status_code == 413
         assert post(url, b"still there").status_code == 200
         assert found.counters.invalid == 2
-    assert values(node) == [b"still there"]
+    assert read_values(node) == [b"still there"]
 
 
 def test_event_too_large_for_the_queue_refuses_the_whole_request(tmp_path: Path) -> None:
-    with node_of(tmp_path, max_event_bytes="1Ki") as node, serving("http", node) as found:
+    with open_node(tmp_path, max_event_bytes="1Ki") as node, run_web_input("http", node) as found:
         url = f"http://{found.address}/"
         answer = post(url, b"small\n" + b"x" * 2000 + b"\n", "text/plain")
         assert (answer.status_code, answer.json()["error"]) == (413, "EventTooLarge")
         assert "1024 bytes" in answer.json()["detail"]
-        assert values(node) == []
+        assert read_values(node) == []
 
 
 def test_only_tokens_with_the_publish_right_are_accepted(node: Node) -> None:
-    with serving("http", node, tokens=TOKENS, routes={"/orders": "orders"}) as found:
+    with run_web_input("http", node, tokens=TOKENS, routes={"/orders": "orders"}) as found:
         url = f"http://{found.address}"
         right, wrong = f"Bearer {SECRET}", "Bearer guess"
         assert post(url, b"1").status_code == 401
         assert post(url, b"2", authorization=wrong).status_code == 401
         assert post(f"{url}/orders", b"3", authorization=right).status_code == 403
         assert post(url, b"4", authorization=right).status_code == 200
-    assert values(node) == [b"4"]
-    assert values(node, "orders") == []
+    assert read_values(node) == [b"4"]
+    assert read_values(node, "orders") == []
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::ffff:127.0.0.1"])
@@ -231,12 +233,12 @@ def test_source_is_the_same_on_ipv4_and_ipv6_sockets(host: str) -> None:
 def test_tls_settings_enable_https(node: Node, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     trusting = certificates.client_context()
-    with serving("http", node, tls=certificates.server_knob()) as found:
+    with run_web_input("http", node, tls=certificates.server_knob()) as found:
         url = f"https://{found.address}/"
         assert httpx.post(url, content=b"x", verify=trusting).status_code == 200
         with pytest.raises(httpx.ConnectError):
             httpx.post(url, content=b"y")
-    assert values(node) == [b"x"]
+    assert read_values(node) == [b"x"]
 
 
 @pytest.mark.parametrize(
@@ -250,14 +252,14 @@ def test_tls_settings_enable_https(node: Node, tmp_path: Path) -> None:
 def test_wrong_settings_are_reported_at_the_start(
     node: Node, knobs: dict[str, Any], named: str
 ) -> None:
-    with made("http", node, **knobs) as found, pytest.raises(ConfigError, match=named):
+    with make_input("http", node, **knobs) as found, pytest.raises(ConfigError, match=named):
         found.start()
 
 
 def test_port_in_use_is_reported_at_the_start(node: Node) -> None:
     with (
-        serving("http", node) as first,
-        made("http", node, listen=first.address) as second,
+        run_web_input("http", node) as first,
+        make_input("http", node, listen=first.address) as second,
         pytest.raises(AddressTaken, match="cannot listen"),
     ):
         second.start()
@@ -265,29 +267,29 @@ def test_port_in_use_is_reported_at_the_start(node: Node) -> None:
 
 def test_route_that_matches_no_path_is_refused(node: Node) -> None:
     with pytest.raises(ValueError, match="matches no path"):
-        made("http", node, routes={"orders/*": "orders"})
+        make_input("http", node, routes={"orders/*": "orders"})
 
 
 # ── pressure and faults ─────────────────────────────────────────────────────────────────────────
 
 
 def test_full_queue_answers_429_until_there_is_room(tmp_path: Path) -> None:
-    with node_of(tmp_path, size=10) as node, serving("http", node, timeout=HASTY) as found:
+    with open_node(tmp_path, size=10) as node, run_web_input("http", node, timeout=HASTY) as found:
         url = f"http://{found.address}/"
         fill(node, 10)
         refused = post(url, b"x")
         assert (refused.status_code, refused.json()["error"]) == (429, "QueueFull")
         assert int(refused.headers["retry-after"]) >= 1
         assert found.counters.refused == 1
-        drain(node)
+        settle_all(node)
         wait_until(lambda: post(url, b"y").status_code == 200, "recovery")
-        assert set(values(node)) == {b"y"}
+        assert set(read_values(node)) == {b"y"}
         assert found.counters.events == 1
 
 
 def test_full_disk_answers_503_until_there_is_space(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    with node_of(tmp_path, disk) as node, serving("http", node, timeout=HASTY) as found:
+    with open_node(tmp_path, disk) as node, run_web_input("http", node, timeout=HASTY) as found:
         url = f"http://{found.address}/"
         wait_until(lambda: post(url, b"before").status_code == 200)
         disk.fill()
@@ -296,30 +298,30 @@ def test_full_disk_answers_503_until_there_is_space(tmp_path: Path) -> None:
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
         disk.unfill()
         wait_until(lambda: post(url, b"after").status_code == 200, "recovery")
-        assert values(node)[0] == b"before"
-        assert values(node)[-1] == b"after"
+        assert read_values(node)[0] == b"before"
+        assert read_values(node)[-1] == b"after"
 
 
 def test_answer_waits_until_events_are_on_disk(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    with node_of(tmp_path, disk) as node, serving("http", node, timeout=HASTY) as found:
+    with open_node(tmp_path, disk) as node, run_web_input("http", node, timeout=HASTY) as found:
         disk.fail("sync", times=None)
         assert post(f"http://{found.address}/", b"x").status_code == 503
         disk.clear()
         wait_until(lambda: post(f"http://{found.address}/", b"y").status_code == 200, "recovery")
-    with node_of(tmp_path) as node:
-        assert b"y" in values(node)
+    with open_node(tmp_path) as node:
+        assert b"y" in read_values(node)
 
 
 def test_closing_node_answers_503(node: Node) -> None:
-    with serving("http", node) as found:
+    with run_web_input("http", node) as found:
         node.queue("main").close()
         answer = post(f"http://{found.address}/", b"x")
     assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
 
 
 def test_many_requests_for_a_full_queue_are_answered_in_time(tmp_path: Path) -> None:
-    with node_of(tmp_path, size=1) as node, serving("http", node, timeout="300ms") as found:
+    with open_node(tmp_path, size=1) as node, run_web_input("http", node, timeout="300ms") as found:
         fill(node, 1)
         url = f"http://{found.address}/"
         begun = time.monotonic()
@@ -327,15 +329,15 @@ def test_many_requests_for_a_full_queue_are_answered_in_time(tmp_path: Path) -> 
             answers = list(crowd.map(lambda _: post(url, b"x").status_code, range(150)))
         assert set(answers) <= {429, 503}
         assert time.monotonic() - begun < 30
-        drain(node)
+        settle_all(node)
         wait_until(lambda: post(url, b"x").status_code == 200, "recovery")
 
 
 def test_many_requests_for_a_full_queue_do_not_delay_another_queue(tmp_path: Path) -> None:
     routes = {"/orders/*": "orders"}
     with (
-        node_of(tmp_path, size=1) as node,
-        serving("http", node, routes=routes) as found,
+        open_node(tmp_path, size=1) as node,
+        run_web_input("http", node, routes=routes) as found,
         ThreadPoolExecutor(THREADS) as crowd,
     ):
         fill(node, 1)
@@ -351,7 +353,7 @@ def test_many_requests_for_a_full_queue_do_not_delay_another_queue(tmp_path: Pat
 def test_dropped_queue_answers_503_until_it_is_recreated(node: Node) -> None:
     """If the answer were 404, senders would drop their events."""
     node.create("passing")
-    with serving("http", node, queue="passing") as found:
+    with run_web_input("http", node, queue="passing") as found:
         url = f"http://{found.address}/"
         node.drop("passing")
         answer = post(url, b"x")
@@ -362,7 +364,7 @@ def test_dropped_queue_answers_503_until_it_is_recreated(node: Node) -> None:
 
 def test_stop_answers_accepted_requests(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    with node_of(tmp_path, disk) as node, made("http", node) as found:
+    with open_node(tmp_path, disk) as node, make_input("http", node) as found:
         found.start()
         url = f"http://{found.address}/"
         disk.delay("sync", seconds=0.3)
@@ -373,13 +375,13 @@ def test_stop_answers_accepted_requests(tmp_path: Path) -> None:
         found.stop(10.0)
         sender.join()
         assert answers == [200]
-        assert values(node) == [b"x"]
+        assert read_values(node) == [b"x"]
         with pytest.raises(httpx.ConnectError):
             post(url, b"y")
 
 
 def test_close_never_answers_500(tmp_path: Path) -> None:
-    with node_of(tmp_path, size=1) as node, made("http", node, timeout="2s") as found:
+    with open_node(tmp_path, size=1) as node, make_input("http", node, timeout="2s") as found:
         found.start()
         fill(node, 1)
         url = f"http://{found.address}/"
@@ -398,7 +400,7 @@ def test_close_never_answers_500(tmp_path: Path) -> None:
 
 
 def test_request_is_answered_without_nagle_delay(node: Node) -> None:
-    with serving("http", node, ack="accepted") as found, httpx.Client() as client:
+    with run_web_input("http", node, ack="accepted") as found, httpx.Client() as client:
         answers = [client.post(f"http://{found.address}/", content=b"x") for _ in range(30)]
     # On one connection, Nagle's delay alone would be 40 ms for each request.
     assert min(answer.elapsed.total_seconds() for answer in answers) < 0.035
@@ -409,7 +411,7 @@ def test_client_disconnect_does_not_affect_others(url: str, node: Node) -> None:
     with socket.create_connection((host, int(port))) as rude:
         rude.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nhalf")
     assert post(url, b"x").status_code == 200
-    assert values(node) == [b"x"]
+    assert read_values(node) == [b"x"]
 
 
 # ── fuzz ────────────────────────────────────────────────────────────────────────────────────────
@@ -421,8 +423,8 @@ TEXT = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=20)
 @pytest.fixture(scope="module")
 def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with (
-        node_of(tmp_path_factory.mktemp("fuzz"), durability="never") as node,
-        serving("http", node, timeout="10s", key_header="x-key") as found,
+        open_node(tmp_path_factory.mktemp("fuzz"), durability="never") as node,
+        run_web_input("http", node, timeout="10s", key_header="x-key") as found,
     ):
         yield f"http://{found.address}"
 

@@ -28,26 +28,26 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from tests.certificates import Certificates
 from tests.contract.harness import wait_until
 from tests.inputs.otlp_senders import (
-    closing,
-    log_records,
-    logs_request,
-    measurements,
-    record_of,
-    request_of,
-    spans,
+    make_log_records,
+    make_logs_request,
+    make_measurements,
+    make_spans,
+    parse_record,
+    parse_request,
+    shut_down_after,
 )
 from tests.inputs.web_inputs import (
     HASTY,
     SECRET,
     TOKENS,
     WEB,
-    drain,
+    act_when_refused,
     fill,
-    held,
-    node_of,
-    once_refused,
-    serving,
-    values,
+    open_node,
+    read_events,
+    read_values,
+    run_web_input,
+    settle_all,
 )
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
@@ -58,7 +58,7 @@ JSON = "application/json"
 
 @pytest.fixture
 def url(node: Node) -> Iterator[str]:
-    with serving("otlp", node) as found:
+    with run_web_input("otlp", node) as found:
         yield f"http://{found.address}"
 
 
@@ -72,68 +72,76 @@ def post(url: str, body: bytes, kind: str = PROTOBUF, **headers: str) -> httpx.R
 
 @pytest.mark.parametrize("compression", list(Compression))
 def test_sdk_exports_logs(url: str, node: Node, compression: Compression) -> None:
-    with closing(OTLPLogExporter(f"{url}/v1/logs", compression=compression)) as exporter:
-        done = exporter.export(log_records("one", "two"))
+    with shut_down_after(OTLPLogExporter(f"{url}/v1/logs", compression=compression)) as exporter:
+        done = exporter.export(make_log_records("one", "two"))
     assert done is LogRecordExportResult.SUCCESS
-    found = held(node)
-    assert [record_of(event).body.string_value for event in found] == ["one", "two"]
+    found = read_events(node)
+    assert [parse_record(event).body.string_value for event in found] == ["one", "two"]
     assert [event.severity for event in found] == [3, 3]
     assert found[0].headers == {"signal": "logs", "content-type": PROTOBUF}
     assert found[0].source == "127.0.0.1"
 
 
 def test_sdk_exports_metrics(url: str, node: Node) -> None:
-    with closing(OTLPMetricExporter(f"{url}/v1/metrics")) as exporter:
-        assert exporter.export(measurements()) is MetricExportResult.SUCCESS
-    counter, gauge = held(node)
+    with shut_down_after(OTLPMetricExporter(f"{url}/v1/metrics")) as exporter:
+        assert exporter.export(make_measurements()) is MetricExportResult.SUCCESS
+    counter, gauge = read_events(node)
     assert (counter.key, gauge.key) == ("orders", "stock")
-    assert [point.as_int for point in record_of(counter).sum.data_points] == [1, 2]
-    assert [point.as_int for point in record_of(gauge).gauge.data_points] == [7]
+    assert [point.as_int for point in parse_record(counter).sum.data_points] == [1, 2]
+    assert [point.as_int for point in parse_record(gauge).gauge.data_points] == [7]
 
 
 def test_sdk_exports_traces(url: str, node: Node) -> None:
-    sent = spans()
-    with closing(OTLPSpanExporter(f"{url}/v1/traces")) as exporter:
+    sent = make_spans()
+    with shut_down_after(OTLPSpanExporter(f"{url}/v1/traces")) as exporter:
         assert exporter.export(sent) is SpanExportResult.SUCCESS
-    found = held(node)
-    assert [record_of(event).name for event in found] == ["inner", "outer"]
+    found = read_events(node)
+    assert [parse_record(event).name for event in found] == ["inner", "outer"]
     assert {event.key for event in found} == {f"{sent[0].context.trace_id:032x}"}
 
 
 def test_split_request_keeps_the_request_whole(node: Node) -> None:
     with (
-        serving("otlp", node, split="request") as found,
-        closing(OTLPLogExporter(f"http://{found.address}/v1/logs")) as exporter,
+        run_web_input("otlp", node, split="request") as found,
+        shut_down_after(OTLPLogExporter(f"http://{found.address}/v1/logs")) as exporter,
     ):
-        exporter.export(log_records("one", "two"))
-    [event] = held(node)
-    [resource] = request_of(event).resource_logs
+        exporter.export(make_log_records("one", "two"))
+    [event] = read_events(node)
+    [resource] = parse_request(event).resource_logs
     assert len(resource.scope_logs[0].log_records) == 2
     assert event.severity == 3
 
 
 def test_sdk_retries_records_refused_by_a_full_queue(tmp_path: Path) -> None:
-    with node_of(tmp_path, size=2) as node, serving("otlp", node, timeout=HASTY) as found:
+    with open_node(tmp_path, size=2) as node, run_web_input("otlp", node, timeout=HASTY) as found:
         fill(node, 2)
         with (
-            once_refused(found, lambda: drain(node)),
-            closing(OTLPLogExporter(f"http://{found.address}/v1/logs", timeout=30)) as exporter,
+            act_when_refused(found, lambda: settle_all(node)),
+            shut_down_after(
+                OTLPLogExporter(f"http://{found.address}/v1/logs", timeout=30)
+            ) as exporter,
         ):
-            assert exporter.export(log_records("late")) is LogRecordExportResult.SUCCESS
-        assert {record_of(event).body.string_value for event in held(node)} == {"late"}
+            assert exporter.export(make_log_records("late")) is LogRecordExportResult.SUCCESS
+        assert {parse_record(event).body.string_value for event in read_events(node)} == {"late"}
 
 
 def test_sdk_retries_records_refused_by_a_full_disk(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    with node_of(tmp_path, disk) as node, serving("otlp", node, timeout=HASTY) as found:
+    with open_node(tmp_path, disk) as node, run_web_input("otlp", node, timeout=HASTY) as found:
         disk.fill()
         with (
-            once_refused(found, disk.unfill),
-            closing(OTLPLogExporter(f"http://{found.address}/v1/logs", timeout=30)) as exporter,
+            act_when_refused(found, disk.unfill),
+            shut_down_after(
+                OTLPLogExporter(f"http://{found.address}/v1/logs", timeout=30)
+            ) as exporter,
         ):
-            assert exporter.export(log_records("late" * 2**18)) is LogRecordExportResult.SUCCESS
+            assert (
+                exporter.export(make_log_records("late" * 2**18)) is LogRecordExportResult.SUCCESS
+            )
         # At least once: records that were in the queue but not on disk in time were sent again.
-        assert {record_of(event).body.string_value for event in held(node)} == {"late" * 2**18}
+        assert {parse_record(event).body.string_value for event in read_events(node)} == {
+            "late" * 2**18
+        }
 
 
 # ── encodings and answers ───────────────────────────────────────────────────────────────────────
@@ -160,8 +168,8 @@ def test_json_follows_the_mapping_of_the_specification(url: str, node: Node) -> 
     answer = post(f"{url}/v1/logs", json.dumps(body).encode(), f"{JSON}; charset=utf-8")
     assert (answer.status_code, answer.headers["content-type"]) == (200, JSON)
     assert answer.json() == {}
-    [event] = held(node)
-    record = request_of(event).resource_logs[0].scope_logs[0].log_records[0]
+    [event] = read_events(node)
+    record = parse_request(event).resource_logs[0].scope_logs[0].log_records[0]
     assert record.trace_id.hex() == "5b8efff798038103d269b633813fc60c"
     assert record.span_id.hex() == "eee19b7ec3c1b174"
     assert record.time_unix_nano == record.observed_time_unix_nano == 1544712660300000000
@@ -170,7 +178,7 @@ def test_json_follows_the_mapping_of_the_specification(url: str, node: Node) -> 
 
 
 def test_protobuf_is_answered_in_protobuf(url: str) -> None:
-    answer = post(f"{url}/v1/logs", logs_request("x").SerializeToString())
+    answer = post(f"{url}/v1/logs", make_logs_request("x").SerializeToString())
     assert (answer.status_code, answer.headers["content-type"]) == (200, PROTOBUF)
     assert answer.content == b""
 
@@ -179,18 +187,18 @@ def test_empty_request_succeeds(url: str, node: Node) -> None:
     for signal in ("logs", "metrics", "traces"):
         assert post(f"{url}/v1/{signal}", b"").status_code == 200
         assert post(f"{url}/v1/{signal}", b"{}", JSON).status_code == 200
-    assert values(node) == []
+    assert read_values(node) == []
 
 
 @pytest.mark.parametrize("kind", [PROTOBUF, JSON])
 def test_records_too_large_for_the_queue_are_a_partial_success(tmp_path: Path, kind: str) -> None:
-    request = logs_request("small", "x" * 3000, "also small")
+    request = make_logs_request("small", "x" * 3000, "also small")
     body = request.SerializeToString()
     if kind == JSON:
         body = json_format.MessageToJson(request).encode()
-    with node_of(tmp_path, max_event_bytes="1Ki") as node, serving("otlp", node) as found:
+    with open_node(tmp_path, max_event_bytes="1Ki") as node, run_web_input("otlp", node) as found:
         answer = post(f"http://{found.address}/v1/logs", body, kind)
-        assert len(values(node)) == 2
+        assert len(read_values(node)) == 2
         assert (found.counters.events, found.counters.invalid) == (2, 1)
     response = ExportLogsServiceResponse()
     if kind == JSON:
@@ -207,9 +215,9 @@ def test_rejected_metrics_are_counted_by_data_point(tmp_path: Path) -> None:
     metric = request.resource_metrics.add().scope_metrics.add().metrics.add(name="large")
     for number in range(300):
         metric.gauge.data_points.add(as_int=number)
-    with node_of(tmp_path, max_event_bytes="1Ki") as node, serving("otlp", node) as found:
+    with open_node(tmp_path, max_event_bytes="1Ki") as node, run_web_input("otlp", node) as found:
         answer = post(f"http://{found.address}/v1/metrics", request.SerializeToString())
-        assert values(node) == []
+        assert read_values(node) == []
     response = ExportMetricsServiceResponse.FromString(answer.content)
     assert response.partial_success.rejected_data_points == 300
 
@@ -241,7 +249,7 @@ def test_malformed_request_answers_400_with_a_status(
         found = Status.FromString(answer.content)
         assert found.code == 3
         assert "ExportLogsServiceRequest" in found.message
-    assert values(node) == []
+    assert read_values(node) == []
 
 
 def test_other_types_paths_and_methods_are_refused(url: str) -> None:
@@ -252,13 +260,15 @@ def test_other_types_paths_and_methods_are_refused(url: str) -> None:
 
 
 def test_oversize_and_compression_bomb_bodies_are_refused(node: Node) -> None:
-    with serving("otlp", node, max_request_bytes="100Ki", max_decompressed_bytes="1Mi") as found:
+    with run_web_input(
+        "otlp", node, max_request_bytes="100Ki", max_decompressed_bytes="1Mi"
+    ) as found:
         url = f"http://{found.address}/v1/logs"
         bomb = gzip.compress(bytes(50_000_000))
         assert post(url, bomb, content_encoding="gzip").status_code == 413
         assert post(url, bytes(200_000)).status_code == 413
         assert post(url, b"not gzip", content_encoding="gzip").status_code == 400
-        assert post(url, logs_request("x").SerializeToString()).status_code == 200
+        assert post(url, make_logs_request("x").SerializeToString()).status_code == 200
 
 
 # ── pressure, tokens, TLS ───────────────────────────────────────────────────────────────────────
@@ -266,24 +276,24 @@ def test_oversize_and_compression_bomb_bodies_are_refused(node: Node) -> None:
 
 @pytest.mark.parametrize("kind", [PROTOBUF, JSON])
 def test_full_queue_answers_429_with_retry_after(tmp_path: Path, kind: str) -> None:
-    request = logs_request("x")
+    request = make_logs_request("x")
     body = request.SerializeToString()
     if kind == JSON:
         body = json_format.MessageToJson(request).encode()
-    with node_of(tmp_path, size=1) as node, serving("otlp", node, timeout=HASTY) as found:
+    with open_node(tmp_path, size=1) as node, run_web_input("otlp", node, timeout=HASTY) as found:
         fill(node, 1)
         url = f"http://{found.address}/v1/logs"
         answer = post(url, body, kind)
         assert (answer.status_code, answer.headers["content-type"]) == (429, kind)
         assert int(answer.headers["retry-after"]) >= 1
-        drain(node)
+        settle_all(node)
         wait_until(lambda: post(url, body, kind).status_code == 200, "recovery")
 
 
 def test_failing_disk_and_closed_queue_answer_503_with_retry_after(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    with node_of(tmp_path, disk) as node, serving("otlp", node, timeout=HASTY) as found:
-        url, body = f"http://{found.address}/v1/logs", logs_request("x").SerializeToString()
+    with open_node(tmp_path, disk) as node, run_web_input("otlp", node, timeout=HASTY) as found:
+        url, body = f"http://{found.address}/v1/logs", make_logs_request("x").SerializeToString()
         disk.fail("sync", times=None)
         failed = post(url, body)
         disk.clear()
@@ -297,15 +307,15 @@ def test_failing_disk_and_closed_queue_answer_503_with_retry_after(tmp_path: Pat
 
 
 def test_only_tokens_with_the_publish_right_are_accepted(node: Node) -> None:
-    with serving("otlp", node, tokens=TOKENS) as found:
+    with run_web_input("otlp", node, tokens=TOKENS) as found:
         url = f"http://{found.address}/v1/logs"
         assert post(url, b"", authorization="Bearer guess").status_code == 401
         headers = {"authorization": f"Bearer {SECRET}"}
-        with closing(OTLPLogExporter(url, headers=headers)) as exporter:
-            assert exporter.export(log_records("x")) is LogRecordExportResult.SUCCESS
-        with closing(OTLPLogExporter(url)) as exporter:
-            assert exporter.export(log_records("y")) is LogRecordExportResult.FAILURE
-    assert len(values(node)) == 1
+        with shut_down_after(OTLPLogExporter(url, headers=headers)) as exporter:
+            assert exporter.export(make_log_records("x")) is LogRecordExportResult.SUCCESS
+        with shut_down_after(OTLPLogExporter(url)) as exporter:
+            assert exporter.export(make_log_records("y")) is LogRecordExportResult.FAILURE
+    assert len(read_values(node)) == 1
 
 
 def test_tls_settings_enable_https(
@@ -314,10 +324,12 @@ def test_tls_settings_enable_https(
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)  # requests would prefer it to `verify`
     certificates = Certificates(tmp_path)
-    with serving("otlp", node, tls=certificates.server_knob()) as found:
+    with run_web_input("otlp", node, tls=certificates.server_knob()) as found:
         url = f"https://{found.address}/v1/logs"
-        with closing(OTLPLogExporter(url, certificate_file=str(certificates.ca))) as exporter:
-            assert exporter.export(log_records("x")) is LogRecordExportResult.SUCCESS
+        with shut_down_after(
+            OTLPLogExporter(url, certificate_file=str(certificates.ca))
+        ) as exporter:
+            assert exporter.export(make_log_records("x")) is LogRecordExportResult.SUCCESS
 
 
 # ── fuzz ────────────────────────────────────────────────────────────────────────────────────────
@@ -326,8 +338,8 @@ def test_tls_settings_enable_https(
 @pytest.fixture(scope="module")
 def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with (
-        node_of(tmp_path_factory.mktemp("fuzz"), durability="never") as node,
-        serving("otlp", node, timeout="10s") as found,
+        open_node(tmp_path_factory.mktemp("fuzz"), durability="never") as node,
+        run_web_input("otlp", node, timeout="10s") as found,
     ):
         yield f"http://{found.address}"
 
@@ -345,7 +357,7 @@ NODES: Any = st.recursive(
 @given(
     body=st.binary(max_size=200)
     | NODES.map(lambda node: json.dumps(node).encode())
-    | st.binary(max_size=50).map(lambda noise: logs_request("x").SerializeToString() + noise),
+    | st.binary(max_size=50).map(lambda noise: make_logs_request("x").SerializeToString() + noise),
     kind=st.sampled_from([PROTOBUF, JSON]),
     signal=st.sampled_from(["logs", "metrics", "traces"]),
     encoding=st.sampled_from(["identity", "identity", "gzip"]),
@@ -356,5 +368,5 @@ def test_random_bytes_get_a_documented_answer(
     answer = post(f"{lasting}/v1/{signal}", body, kind, content_encoding=encoding)
     assert answer.status_code in {200, 400}
     assert answer.headers["content-type"] == kind
-    alive = logs_request("alive").SerializeToString()
+    alive = make_logs_request("alive").SerializeToString()
     assert post(f"{lasting}/v1/logs", alive).status_code == 200

@@ -26,25 +26,25 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from tests.certificates import Certificates
 from tests.contract.harness import PATIENCE, wait_until
 from tests.inputs.otlp_senders import (
-    closing,
-    log_records,
-    logs_request,
-    measurements,
-    record_of,
-    spans,
+    make_log_records,
+    make_logs_request,
+    make_measurements,
+    make_spans,
+    parse_record,
+    shut_down_after,
 )
 from tests.inputs.web_inputs import (
     HASTY,
     SECRET,
     TOKENS,
-    drain,
+    act_when_refused,
     fill,
-    held,
-    made,
-    node_of,
-    once_refused,
-    serving,
-    values,
+    make_input,
+    open_node,
+    read_events,
+    read_values,
+    run_web_input,
+    settle_all,
 )
 from turnlane.errors import AddressTaken, ConfigError
 from turnlane.inputs import otlp_grpc
@@ -59,7 +59,7 @@ GZIP = grpc.Compression.Gzip
 
 @pytest.fixture
 def address(node: Node) -> Iterator[str]:
-    with serving("otlp_grpc", node) as found:
+    with run_web_input("otlp_grpc", node) as found:
         assert found.address is not None
         yield found.address
 
@@ -89,14 +89,14 @@ def refusal_of(call: Any, body: bytes, **knobs: Any) -> Any:
 
 def test_sdk_exports_all_three_signals(address: str, node: Node) -> None:
     knobs: dict[str, Any] = {"endpoint": address, "insecure": True}
-    with closing(OTLPLogExporter(**knobs, compression=GZIP)) as exporter:
-        assert exporter.export(log_records("one", "two")) is LogRecordExportResult.SUCCESS
-    with closing(OTLPMetricExporter(**knobs)) as exporter:
-        assert exporter.export(measurements()) is MetricExportResult.SUCCESS
-    with closing(OTLPSpanExporter(**knobs)) as exporter:
-        assert exporter.export(spans()) is SpanExportResult.SUCCESS
-    found = held(node)
-    records = [record_of(event) for event in found]
+    with shut_down_after(OTLPLogExporter(**knobs, compression=GZIP)) as exporter:
+        assert exporter.export(make_log_records("one", "two")) is LogRecordExportResult.SUCCESS
+    with shut_down_after(OTLPMetricExporter(**knobs)) as exporter:
+        assert exporter.export(make_measurements()) is MetricExportResult.SUCCESS
+    with shut_down_after(OTLPSpanExporter(**knobs)) as exporter:
+        assert exporter.export(make_spans()) is SpanExportResult.SUCCESS
+    found = read_events(node)
+    records = [parse_record(event) for event in found]
     assert [record.body.string_value for record in records[:2]] == ["one", "two"]
     assert [record.name for record in records[2:]] == ["orders", "stock", "inner", "outer"]
     assert [event.severity for event in found] == [3, 3, None, None, None, None]
@@ -104,15 +104,18 @@ def test_sdk_exports_all_three_signals(address: str, node: Node) -> None:
 
 
 def test_sdk_retries_records_refused_by_a_full_queue(tmp_path: Path) -> None:
-    with node_of(tmp_path, size=2) as node, serving("otlp_grpc", node, timeout=HASTY) as found:
+    with (
+        open_node(tmp_path, size=2) as node,
+        run_web_input("otlp_grpc", node, timeout=HASTY) as found,
+    ):
         fill(node, 2)
         knobs: dict[str, Any] = {"endpoint": found.address, "insecure": True, "timeout": 30}
         with (
-            once_refused(found, lambda: drain(node)),
-            closing(OTLPLogExporter(**knobs)) as exporter,
+            act_when_refused(found, lambda: settle_all(node)),
+            shut_down_after(OTLPLogExporter(**knobs)) as exporter,
         ):
-            assert exporter.export(log_records("late")) is LogRecordExportResult.SUCCESS
-        assert {record_of(event).body.string_value for event in held(node)} == {"late"}
+            assert exporter.export(make_log_records("late")) is LogRecordExportResult.SUCCESS
+        assert {parse_record(event).body.string_value for event in read_events(node)} == {"late"}
 
 
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────
@@ -131,24 +134,24 @@ def check_retry_info(refused: Any, code: grpc.StatusCode) -> None:
 
 
 def test_full_queue_is_resource_exhausted_with_retry_info(tmp_path: Path) -> None:
-    body = logs_request("x").SerializeToString()
+    body = make_logs_request("x").SerializeToString()
     with (
-        node_of(tmp_path, size=1) as node,
-        serving("otlp_grpc", node, timeout=HASTY) as found,
+        open_node(tmp_path, size=1) as node,
+        run_web_input("otlp_grpc", node, timeout=HASTY) as found,
         calling(found.address) as export,
     ):
         fill(node, 1)
         check_retry_info(refusal_of(export, body), grpc.StatusCode.RESOURCE_EXHAUSTED)
-        drain(node)
+        settle_all(node)
         wait_until(lambda: is_taken(export, body), "recovery")
 
 
 def test_failing_disk_and_closed_queue_are_unavailable_with_retry_info(tmp_path: Path) -> None:
-    body = logs_request("x" * 2**20).SerializeToString()
+    body = make_logs_request("x" * 2**20).SerializeToString()
     disk = FaultyDisk()
     with (
-        node_of(tmp_path, disk) as node,
-        serving("otlp_grpc", node, timeout=HASTY) as found,
+        open_node(tmp_path, disk) as node,
+        run_web_input("otlp_grpc", node, timeout=HASTY) as found,
         calling(found.address) as export,
     ):
         disk.fill()
@@ -162,8 +165,11 @@ def test_failing_disk_and_closed_queue_are_unavailable_with_retry_info(tmp_path:
 
 def test_dropped_queue_is_unavailable_until_it_is_recreated(node: Node) -> None:
     node.create("passing")
-    body = logs_request("x").SerializeToString()
-    with serving("otlp_grpc", node, queue="passing") as found, calling(found.address) as export:
+    body = make_logs_request("x").SerializeToString()
+    with (
+        run_web_input("otlp_grpc", node, queue="passing") as found,
+        calling(found.address) as export,
+    ):
         node.drop("passing")
         check_retry_info(refusal_of(export, body), grpc.StatusCode.UNAVAILABLE)
         node.create("passing")
@@ -171,15 +177,15 @@ def test_dropped_queue_is_unavailable_until_it_is_recreated(node: Node) -> None:
 
 
 def test_records_too_large_for_the_queue_are_a_partial_success(tmp_path: Path) -> None:
-    body = logs_request("small", "x" * 3000).SerializeToString()
+    body = make_logs_request("small", "x" * 3000).SerializeToString()
     with (
-        node_of(tmp_path, max_event_bytes="1Ki") as node,
-        serving("otlp_grpc", node) as found,
+        open_node(tmp_path, max_event_bytes="1Ki") as node,
+        run_web_input("otlp_grpc", node) as found,
         calling(found.address) as export,
     ):
         response = ExportLogsServiceResponse.FromString(export(body))
         assert response.partial_success.rejected_log_records == 1
-        assert len(values(node)) == 1
+        assert len(read_values(node)) == 1
 
 
 def test_malformed_request_is_an_invalid_argument(address: str, node: Node) -> None:
@@ -187,7 +193,7 @@ def test_malformed_request_is_an_invalid_argument(address: str, node: Node) -> N
         refused = refusal_of(export, b"\xff\xff\xff")
     assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "ExportLogsServiceRequest" in refused.details()
-    assert values(node) == []
+    assert read_values(node) == []
 
 
 def test_other_methods_are_not_implemented(address: str) -> None:
@@ -197,7 +203,7 @@ def test_other_methods_are_not_implemented(address: str) -> None:
 
 def test_oversize_and_compression_bomb_messages_are_refused(node: Node) -> None:
     with (
-        serving("otlp_grpc", node, max_message_bytes="1Mi") as found,
+        run_web_input("otlp_grpc", node, max_message_bytes="1Mi") as found,
         calling(found.address) as export,
     ):
         for body, compression in ((bytes(50_000_000), GZIP), (bytes(2_000_000), None)):
@@ -206,20 +212,20 @@ def test_oversize_and_compression_bomb_messages_are_refused(node: Node) -> None:
             assert "larger than max" in refused.details()
             # Without a time to retry: no exporter should send it again.
             assert "google.rpc.retryinfo-bin" not in dict(refused.trailing_metadata())
-        assert export(logs_request("x").SerializeToString()) == b""
+        assert export(make_logs_request("x").SerializeToString()) == b""
 
 
 def test_only_tokens_with_the_publish_right_are_accepted(node: Node) -> None:
-    with serving("otlp_grpc", node, tokens=TOKENS) as found:
+    with run_web_input("otlp_grpc", node, tokens=TOKENS) as found:
         knobs: dict[str, Any] = {"endpoint": found.address, "insecure": True}
         right = {"authorization": f"Bearer {SECRET}"}
-        with closing(OTLPLogExporter(**knobs, headers=right)) as exporter:
-            assert exporter.export(log_records("x")) is LogRecordExportResult.SUCCESS
+        with shut_down_after(OTLPLogExporter(**knobs, headers=right)) as exporter:
+            assert exporter.export(make_log_records("x")) is LogRecordExportResult.SUCCESS
         with calling(found.address) as export:
             for metadata in ((), (("authorization", "Bearer guess"),)):
                 refused = refusal_of(export, b"", metadata=metadata)
                 assert refused.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert len(values(node)) == 1
+    assert len(read_values(node)) == 1
 
 
 RIGHT = (("authorization", f"Bearer {SECRET}"),)
@@ -248,23 +254,23 @@ def codes_of(calls: list[Any]) -> set[grpc.StatusCode]:
 def test_silent_clients_without_a_token_do_not_delay_others(node: Node) -> None:
     """They are refused before a thread waits for their message."""
     with (
-        serving("otlp_grpc", node, tokens=TOKENS, body_timeout="1h") as found,
+        run_web_input("otlp_grpc", node, tokens=TOKENS, body_timeout="1h") as found,
         silent_calls(found.address, THREADS) as calls,
         calling(found.address) as export,
     ):
         assert codes_of(calls) == {grpc.StatusCode.UNAUTHENTICATED}
-        body = logs_request("x").SerializeToString()
+        body = make_logs_request("x").SerializeToString()
         assert export(body, metadata=RIGHT, timeout=PATIENCE) == b""
 
 
 def test_request_without_its_message_is_cancelled_after_body_timeout(node: Node) -> None:
     with (
-        serving("otlp_grpc", node, tokens=TOKENS, body_timeout=HASTY) as found,
+        run_web_input("otlp_grpc", node, tokens=TOKENS, body_timeout=HASTY) as found,
         silent_calls(found.address, THREADS, RIGHT) as calls,
         calling(found.address) as export,
     ):
         assert codes_of(calls) == {grpc.StatusCode.CANCELLED}
-        body = logs_request("x").SerializeToString()
+        body = make_logs_request("x").SerializeToString()
         assert export(body, metadata=RIGHT, timeout=PATIENCE) == b""
 
 
@@ -273,11 +279,11 @@ def test_silent_senders_never_block_all_threads(
 ) -> None:
     monkeypatch.setattr(otlp_grpc, "SHORT_BODY_TIMEOUT", 0.1)
     with (
-        serving("otlp_grpc", node, tokens=TOKENS, body_timeout="1h") as found,
+        run_web_input("otlp_grpc", node, tokens=TOKENS, body_timeout="1h") as found,
         silent_calls(found.address, THREADS, RIGHT) as calls,
         calling(found.address) as export,
     ):
-        body = logs_request("x").SerializeToString()
+        body = make_logs_request("x").SerializeToString()
         assert export(body, metadata=RIGHT, timeout=PATIENCE) == b""
         wait_until(
             lambda: len(cancelled(calls)) == THREADS - MAX_SLOW_REQUESTS,
@@ -292,7 +298,7 @@ def cancelled(calls: list[Any]) -> list[Any]:
 
 def test_newest_connections_over_the_limit_are_shut_down(node: Node) -> None:
     with (
-        serving("otlp_grpc", node, max_connections=1) as found,
+        run_web_input("otlp_grpc", node, max_connections=1) as found,
         calling(found.address) as export,
     ):
         assert export(b"") == b""
@@ -314,10 +320,10 @@ def test_request_without_a_message_is_an_invalid_argument(address: str) -> None:
 def test_tls_settings_enable_tls(node: Node, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
     trusting = grpc.ssl_channel_credentials(certificates.ca.read_bytes())
-    with serving("otlp_grpc", node, tls=certificates.server_knob()) as found:
+    with run_web_input("otlp_grpc", node, tls=certificates.server_knob()) as found:
         knobs: dict[str, Any] = {"endpoint": found.address, "credentials": trusting}
-        with closing(OTLPLogExporter(**knobs)) as exporter:
-            assert exporter.export(log_records("x")) is LogRecordExportResult.SUCCESS
+        with shut_down_after(OTLPLogExporter(**knobs)) as exporter:
+            assert exporter.export(make_log_records("x")) is LogRecordExportResult.SUCCESS
         with calling(found.address) as export:
             assert refusal_of(export, b"").code() is grpc.StatusCode.UNAVAILABLE
 
@@ -326,7 +332,7 @@ def test_client_ca_requires_client_certificates(node: Node, tmp_path: Path) -> N
     certificates = Certificates(tmp_path)
     cert, key = (file.read_bytes() for file in certificates.client)
     ca = certificates.ca.read_bytes()
-    with serving("otlp_grpc", node, tls=certificates.server_knob(mutual=True)) as found:
+    with run_web_input("otlp_grpc", node, tls=certificates.server_knob(mutual=True)) as found:
         for credentials, welcome in (
             (grpc.ssl_channel_credentials(ca, key, cert), True),
             (grpc.ssl_channel_credentials(ca), False),
@@ -350,13 +356,13 @@ def test_client_ca_requires_client_certificates(node: Node, tmp_path: Path) -> N
 def test_wrong_settings_are_reported_at_the_start(
     node: Node, knobs: dict[str, Any], named: str
 ) -> None:
-    with made("otlp_grpc", node, **knobs) as found, pytest.raises(ConfigError, match=named):
+    with make_input("otlp_grpc", node, **knobs) as found, pytest.raises(ConfigError, match=named):
         found.start()
 
 
 def test_port_in_use_is_reported_at_the_start(node: Node, address: str) -> None:
     with (
-        made("otlp_grpc", node, listen=address) as second,
+        make_input("otlp_grpc", node, listen=address) as second,
         pytest.raises(AddressTaken, match="cannot listen"),
     ):
         second.start()
@@ -386,7 +392,7 @@ def test_missing_extra_is_named_in_the_error() -> None:
 
 
 def test_stopped_input_accepts_no_requests(node: Node) -> None:
-    with serving("otlp_grpc", node) as found, calling(found.address) as export:
+    with run_web_input("otlp_grpc", node) as found, calling(found.address) as export:
         assert export(b"") == b""
         found.stop(1.0)
         assert refusal_of(export, b"").code() is grpc.StatusCode.UNAVAILABLE
@@ -412,8 +418,8 @@ def test_peer_is_reduced_to_its_address(peer: str, source: str) -> None:
 @pytest.fixture(scope="module")
 def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with (
-        node_of(tmp_path_factory.mktemp("fuzz"), durability="never") as node,
-        serving("otlp_grpc", node, timeout="10s") as found,
+        open_node(tmp_path_factory.mktemp("fuzz"), durability="never") as node,
+        run_web_input("otlp_grpc", node, timeout="10s") as found,
         calling(found.address) as export,
     ):
         yield export
@@ -421,11 +427,11 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @given(
     body=st.binary(max_size=200)
-    | st.binary(max_size=50).map(lambda noise: logs_request("x").SerializeToString() + noise)
+    | st.binary(max_size=50).map(lambda noise: make_logs_request("x").SerializeToString() + noise)
 )
 def test_random_bytes_get_a_documented_answer(lasting: Any, body: bytes) -> None:
     try:
         lasting(body)
     except grpc.RpcError as error:
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT  # noqa: PT017 - or nothing at all
-    assert lasting(logs_request("alive").SerializeToString()) == b""
+    assert lasting(make_logs_request("alive").SerializeToString()) == b""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import wait_until
-from tests.inputs.syslog_harness import events_in, values_in
+from tests.inputs.syslog_harness import await_values, read_events
 from turnlane.errors import ConfigError
 from turnlane.inputs.stdin import StdinInput, StdinSettings
 from turnlane.node.node import Node
@@ -25,7 +25,7 @@ def test_end_of_file_persists_every_line(host: Node, tmp_path: Path) -> None:
     with path.open("rb") as file, StdinInput(settings(), host, file=file.fileno()) as source:
         source.start()
         assert source.finished.wait(20)
-        events = events_in(host.queue("main"))
+        events = read_events(host.queue("main"))
         source.stop(5.0)
     assert [event.value for event in events] == [
         b"first",
@@ -42,15 +42,15 @@ def test_lines_are_published_while_they_are_written(host: Node) -> None:
     with StdinInput(settings(max_line_bytes=10), host, file=reading) as source:
         source.start()
         os.write(writing, b"one\ntw")
-        assert values_in(host.queue("main"), 1) == [b"one"]
+        assert await_values(host.queue("main"), 1) == [b"one"]
         os.write(writing, b"o\n" + b"x" * 25 + b"\n")
-        assert values_in(host.queue("main"), 5)[1:] == [b"two", b"x" * 10, b"x" * 10, b"x" * 5]
+        assert await_values(host.queue("main"), 5)[1:] == [b"two", b"x" * 10, b"x" * 10, b"x" * 5]
         assert not source.finished.is_set()
         os.write(writing, b"the rest")
         wait_until(lambda: source.counters.bytes == 42)
         source.stop(5.0)
         assert source.finished.is_set()
-    assert values_in(host.queue("main"), 6)[-1] == b"the rest"
+    assert await_values(host.queue("main"), 6)[-1] == b"the rest"
     assert source.counters.invalid == 1
     os.close(reading)
     os.close(writing)
@@ -94,7 +94,7 @@ def test_file_emptied_by_another_reader_is_awaited(
     with StdinInput(settings(), host, file=reading) as source:
         source.start()
         os.write(writing, b"one\n")
-        assert values_in(host.queue("main"), 1) == [b"one"]
+        assert await_values(host.queue("main"), 1) == [b"one"]
         source.stop(5.0)
     os.close(reading)
     os.close(writing)

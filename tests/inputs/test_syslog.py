@@ -24,19 +24,19 @@ from tests.conftest import skip_or_fail
 from tests.contract.harness import wait_until
 from tests.inputs.syslog_harness import (
     ANYWHERE,
-    arrived,
-    connected,
-    events_in,
-    listening,
-    logger,
-    port,
-    rsyslogd_sending,
-    say,
-    secured,
-    securely_connected,
+    await_events,
+    await_values,
+    connect_to,
+    connect_with_tls,
+    get_port,
+    make_tls_settings,
+    read_events,
+    run_logger,
+    run_rsyslogd_with_action,
+    run_syslog,
     send,
     send_datagrams,
-    values_in,
+    send_to_socket,
 )
 from tests.queue_internals import state_of
 from turnlane.errors import AddressTaken, ConfigError, StorageFailed
@@ -61,10 +61,10 @@ DOGGED = 'type="omfwd" target="127.0.0.1" protocol="tcp"'
 @pytest.mark.parametrize("way", [["--udp"], ["--tcp"], ["--tcp", "--octet-count"]])
 def test_logger_messages_are_published(host: Node, form: str, way: list[str]) -> None:
     started = time.time_ns() // 1000
-    with listening(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
-        there = port(source, way[0].strip("-"))
-        logger("-n", "127.0.0.1", "-P", there, *way, form, "-p", "user.warning", "the message")
-        [event] = arrived(host.queue("main"), 1)
+    with run_syslog(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
+        there = get_port(source, way[0].strip("-"))
+        run_logger("-n", "127.0.0.1", "-P", there, *way, form, "-p", "user.warning", "the message")
+        [event] = await_events(host.queue("main"), 1)
     assert event.value is not None
     assert event.value.startswith(b"<12>1 20" if form == "--rfc5424" else b"<12>")
     assert event.value.endswith(b"the message")
@@ -76,11 +76,11 @@ def test_logger_messages_are_published(host: Node, form: str, way: list[str]) ->
 @pytest.mark.parametrize("framing", ["traditional", "octet-counted"])
 def test_rsyslogd_forwards_everything_in_order(host: Node, tmp_path: Path, framing: str) -> None:
     messages = [b"<%d>x: number %d" % (number % 192, number) for number in range(500)]
-    with listening(host, tcp=ANYWHERE) as source:
-        action = f'{DOGGED} port="{port(source)}" TCP_Framing="{framing}"'
-        with rsyslogd_sending(tmp_path / "rsyslog", action) as door:
-            say(door, *messages)
-            events = arrived(host.queue("main"), 500)
+    with run_syslog(host, tcp=ANYWHERE) as source:
+        action = f'{DOGGED} port="{get_port(source)}" TCP_Framing="{framing}"'
+        with run_rsyslogd_with_action(tmp_path / "rsyslog", action) as door:
+            send_to_socket(door, *messages)
+            events = await_events(host.queue("main"), 500)
     assert [event.value for event in events] == [each.replace(b"x: ", b"") for each in messages]
     assert [event.severity for event in events] == [number % 192 % 8 for number in range(500)]
 
@@ -94,28 +94,28 @@ def test_rsyslogd_forwards_over_mutual_tls(host: Node, tmp_path: Path) -> None:
         f'DefaultNetstreamDriverCAFile="{files.ca}" DefaultNetstreamDriverCertFile="{cert}" '
         f'DefaultNetstreamDriverKeyFile="{key}"'
     )
-    with listening(host, tls=secured(files, mutual=True)) as source:
+    with run_syslog(host, tls=make_tls_settings(files, mutual=True)) as source:
         action = (
-            f'{DOGGED} port="{port(source, "tls")}" StreamDriver="gtls" StreamDriverMode="1" '
+            f'{DOGGED} port="{get_port(source, "tls")}" StreamDriver="gtls" StreamDriverMode="1" '
             'StreamDriverAuthMode="x509/name" StreamDriverPermittedPeers="localhost" '
             'TCP_Framing="octet-counted"'
         )
-        with rsyslogd_sending(tmp_path / "rsyslog", action, settings) as door:
-            say(door, *(b"<13>x: number %d" % number for number in range(200)))
-            values = values_in(host.queue("main"), 200)
+        with run_rsyslogd_with_action(tmp_path / "rsyslog", action, settings) as door:
+            send_to_socket(door, *(b"<13>x: number %d" % number for number in range(200)))
+            values = await_values(host.queue("main"), 200)
     assert values == [b"<13>number %d" % number for number in range(200)]
 
 
 def test_python_syslog_handler_messages_are_published(host: Node) -> None:
-    with listening(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
+    with run_syslog(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
         for kind, type_ in (("tcp", socket.SOCK_STREAM), ("udp", socket.SOCK_DGRAM)):
-            there = ("127.0.0.1", port(source, kind))
+            there = ("127.0.0.1", get_port(source, kind))
             handler = logging.handlers.SysLogHandler(there, socktype=type_)
             for number in range(3):
                 text = f"{kind} {number}"
                 handler.emit(logging.LogRecord("app", logging.WARNING, "", 1, text, (), None))
             handler.close()
-        events = arrived(host.queue("main"), 6)
+        events = await_events(host.queue("main"), 6)
     assert {event.value for event in events} == {
         b"<12>%s %d" % (kind, number) for kind in (b"tcp", b"udp") for number in range(3)
     }
@@ -134,7 +134,7 @@ def test_clients_with_different_framings_are_served_together(host: Node) -> None
         b"".join(framed),
         b"".join(framed[:500]) + b"\n".join(lines[:100]) + b"\n" + b"".join(framed[500:900]),
     ]
-    with listening(host, tcp=ANYWHERE) as source:
+    with run_syslog(host, tcp=ANYWHERE) as source:
         senders = [threading.Thread(target=send, args=(source, each)) for each in streams]
         for each in senders:
             each.start()
@@ -143,18 +143,18 @@ def test_clients_with_different_framings_are_served_together(host: Node) -> None
         wait_until(lambda: source.counters.bytes == sum(map(len, streams)))
         wait_until(lambda: source.counters.connections == 0)
     sent = [*lines, *counted, *counted[:900], *lines[:100]]
-    assert Counter(event.value for event in events_in(host.queue("main"))) == Counter(sent)
+    assert Counter(event.value for event in read_events(host.queue("main"))) == Counter(sent)
 
 
 def test_garbage_is_published_and_does_not_affect_others(host: Node) -> None:
     garbage = bytes(range(256)) * 40 + b"99999999999 <x\n0 <1>\n-5 <2>\n12 \n" + b"\xff\x00\n" * 9
-    with listening(host, tcp=ANYWHERE) as source, connected(source) as good:
+    with run_syslog(host, tcp=ANYWHERE) as source, connect_to(source) as good:
         send(source, garbage)
         good.sendall(b"<13>after the garbage\n")
         wait_until(lambda: source.counters.connections == 1)
         good.sendall(b"8 <13>last\n")
         wait_until(lambda: source.counters.bytes == len(garbage) + 33)
-    values = [event.value or b"" for event in events_in(host.queue("main"))]
+    values = [event.value or b"" for event in read_events(host.queue("main"))]
     assert {b"<13>after the garbage", b"<13>last"} <= set(values)
     assert b"".join(values).count(b"\x01\x02\x03") == 40
 
@@ -163,7 +163,7 @@ def test_garbage_is_published_and_does_not_affect_others(host: Node) -> None:
 @given(garbage=st.lists(st.binary(max_size=200), max_size=5))
 def test_random_bytes_do_not_affect_the_input(host: Node, garbage: list[bytes]) -> None:
     queue = host.queue("main")
-    with listening(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
+    with run_syslog(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
         before = queue.end
         send(source, *garbage)
         send_datagrams(source, *garbage)
@@ -178,41 +178,41 @@ def test_random_bytes_do_not_affect_the_input(host: Node, garbage: list[bytes]) 
 
 
 def test_too_long_message_is_published_in_pieces(host: Node) -> None:
-    with listening(host, tcp=ANYWHERE, udp=ANYWHERE, max_message_bytes=1_000) as source:
+    with run_syslog(host, tcp=ANYWHERE, udp=ANYWHERE, max_message_bytes=1_000) as source:
         send(source, b"a" * 2_500, b"\n<13>next\n")
-        assert values_in(host.queue("main"), 4) == [
+        assert await_values(host.queue("main"), 4) == [
             *(b"a" * size for size in (1_000, 1_000, 500)),
             b"<13>next",
         ]
         send_datagrams(source, b"b" * 1_500, b"", b"<13>c\n\0")
-        assert values_in(host.queue("main"), 7)[4:] == [b"b" * 1_000, b"b" * 500, b"<13>c"]
+        assert await_values(host.queue("main"), 7)[4:] == [b"b" * 1_000, b"b" * 500, b"<13>c"]
         assert source.counters.invalid == 3
 
 
 def test_reset_connection_keeps_its_received_messages(host: Node) -> None:
-    with listening(host, tcp=ANYWHERE) as source:
-        client = connected(source)
+    with run_syslog(host, tcp=ANYWHERE) as source:
+        client = connect_to(source)
         client.sendall(b"<13>whole\n100 <13>half")
         wait_until(lambda: source.counters.bytes == 22)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         client.close()
-        assert values_in(host.queue("main"), 2) == [b"<13>whole", b"<13>half"]
+        assert await_values(host.queue("main"), 2) == [b"<13>whole", b"<13>half"]
         assert source.counters.invalid == 1
 
 
 def test_client_disconnect_inside_a_long_message_does_not_affect_others(host: Node) -> None:
     with (
-        listening(host, tcp=ANYWHERE, max_message_bytes=480) as source,
-        connected(source) as good,
+        run_syslog(host, tcp=ANYWHERE, max_message_bytes=480) as source,
+        connect_to(source) as good,
     ):
         good.sendall(b"<13>before\n")
-        with connected(source) as bad:
+        with connect_to(source) as bad:
             bad.sendall(b"2000 <" + b"x" * 479)
-            values_in(host.queue("main"), 2)
+            await_values(host.queue("main"), 2)
         wait_until(lambda: source.counters.invalid == 2)  # too long, and ended early
         good.sendall(b"<13>after\n")
         send(source, b"<13>another client\n")
-        values = values_in(host.queue("main"), 4)
+        values = await_values(host.queue("main"), 4)
     assert {b"<13>before", b"<13>after", b"<13>another client"} < set(values)
 
 
@@ -225,45 +225,48 @@ def test_framing_error_closes_only_its_connection(
         return framing.find_messages(buffer, *given, **knobs)
 
     monkeypatch.setattr(stream_server, "find_messages", find)
-    with listening(host, tcp=ANYWHERE) as source, connected(source) as good:
-        with connected(source) as bad:
+    with run_syslog(host, tcp=ANYWHERE) as source, connect_to(source) as good:
+        with connect_to(source) as bad:
             bad.sendall(b"<13>bad\n")
             assert bad.recv(1) == b""
         good.sendall(b"<13>good\n")
-        assert values_in(host.queue("main"), 1) == [b"<13>good"]
+        assert await_values(host.queue("main"), 1) == [b"<13>good"]
         assert source.counters.invalid == 1
     assert "planned" in caplog.text
 
 
 def test_slow_client_does_not_delay_others(host: Node) -> None:
-    with listening(host, tcp=ANYWHERE) as source, connected(source) as slow:
+    with run_syslog(host, tcp=ANYWHERE) as source, connect_to(source) as slow:
         for octet in b"17 <13>a slow":
             slow.sendall(bytes([octet]))
             send(source, b"<13>a quick one\n")
         slow.sendall(b" client")
-        values = values_in(host.queue("main"), 14)
+        values = await_values(host.queue("main"), 14)
     assert values.count(b"<13>a quick one") == 13
     assert b"<13>a slow client" in values
 
 
 def test_idle_connections_cost_no_threads(host: Node) -> None:
-    with listening(host, tcp=ANYWHERE) as source:
+    with run_syslog(host, tcp=ANYWHERE) as source:
         threads = threading.active_count()
-        idle = [connected(source) for _ in range(300)]
+        idle = [connect_to(source) for _ in range(300)]
         wait_until(lambda: source.counters.connections == 300)
         assert threading.active_count() == threads
         for each in idle:
             each.sendall(b"<13>all at once\n")
-        values_in(host.queue("main"), 300)
+        await_values(host.queue("main"), 300)
         for each in idle:
             each.close()
 
 
 def test_silent_connection_is_closed_after_idle_timeout(host: Node) -> None:
-    with listening(host, tcp=ANYWHERE, idle_timeout="100ms") as source, connected(source) as client:
+    with (
+        run_syslog(host, tcp=ANYWHERE, idle_timeout="100ms") as source,
+        connect_to(source) as client,
+    ):
         client.sendall(b"<13>unfinished")
         assert client.recv(1) == b""
-        assert values_in(host.queue("main"), 1) == [b"<13>unfinished"]
+        assert await_values(host.queue("main"), 1) == [b"<13>unfinished"]
 
 
 @pytest.mark.parametrize("begun", [b"<12>half a mess", b"999 <12>half a mess"])
@@ -271,17 +274,17 @@ def test_unfinished_message_closes_the_connection_after_message_timeout(
     host: Node, begun: bytes
 ) -> None:
     with (
-        listening(host, tcp=ANYWHERE, message_timeout="100ms") as source,
-        connected(source) as quiet,
-        connected(source) as client,
+        run_syslog(host, tcp=ANYWHERE, message_timeout="100ms") as source,
+        connect_to(source) as quiet,
+        connect_to(source) as client,
     ):
         quiet.sendall(b"<12>all of it\n")
-        arrived(host.queue("main"), 1)
+        await_events(host.queue("main"), 1)
         client.sendall(begun)
         assert client.recv(1) == b""
-        assert values_in(host.queue("main"), 2)[1] == b"<12>half a mess"
+        assert await_values(host.queue("main"), 2)[1] == b"<12>half a mess"
         quiet.sendall(b"<12>and more\n")  # without an unfinished message it may stay silent
-        assert values_in(host.queue("main"), 3)[2] == b"<12>and more"
+        assert await_values(host.queue("main"), 3)[2] == b"<12>and more"
 
 
 def test_slowly_dripping_message_closes_the_connection_after_message_timeout(host: Node) -> None:
@@ -295,8 +298,8 @@ def test_slowly_dripping_message_closes_the_connection_after_message_timeout(hos
                 sent.append(b"x")
         return source.counters.connections == 0
 
-    with listening(host, tcp=ANYWHERE, message_timeout="100ms") as source:
-        with connected(source) as client:
+    with run_syslog(host, tcp=ANYWHERE, message_timeout="100ms") as source:
+        with connect_to(source) as client:
             wait_until(lambda: source.counters.connections == 1)
             wait_until(drip)
         assert len(sent) > 1
@@ -307,9 +310,9 @@ def test_client_with_unread_bytes_is_not_idle(host: Node, monkeypatch: pytest.Mo
     monkeypatch.setattr("turnlane.inputs.stream_server.SWEEP_SECONDS", 0.01)
     queue = host.queue("narrow")
     with (
-        listening(host, queue="narrow", tcp=ANYWHERE, idle_timeout=0.5) as source,
-        connected(source) as first,
-        connected(source) as second,
+        run_syslog(host, queue="narrow", tcp=ANYWHERE, idle_timeout=0.5) as source,
+        connect_to(source) as first,
+        connect_to(source) as second,
     ):
         wait_until(lambda: source.counters.connections == 2)
         second.sendall(b"<13>x\n" * 11)
@@ -325,15 +328,15 @@ def test_client_with_unread_bytes_is_not_idle(host: Node, monkeypatch: pytest.Mo
 
 
 def test_connection_over_the_limit_is_closed_at_once(host: Node) -> None:
-    with listening(host, tcp=ANYWHERE, max_connections=2) as source:
-        first, second = connected(source), connected(source)
-        with connected(source) as third:
+    with run_syslog(host, tcp=ANYWHERE, max_connections=2) as source:
+        first, second = connect_to(source), connect_to(source)
+        with connect_to(source) as third:
             assert third.recv(1) == b""
         assert source.counters.refused == 1
         first.close()
         wait_until(lambda: source.counters.connections == 1)
         send(source, b"<13>there is room again\n")
-        values_in(host.queue("main"), 1)
+        await_values(host.queue("main"), 1)
         second.close()
 
 
@@ -349,9 +352,9 @@ def test_missing_file_descriptors_only_delay_new_connections(
         return real(self)
 
     monkeypatch.setattr(socket.socket, "accept", accept)
-    with listening(host, tcp=ANYWHERE) as source:
+    with run_syslog(host, tcp=ANYWHERE) as source:
         send(source, b"<13>a\n")
-        values_in(host.queue("main"), 1)
+        await_values(host.queue("main"), 1)
     assert not fails
 
 
@@ -364,14 +367,14 @@ def test_missing_file_descriptors_do_not_break_a_stop(
         raise OSError(errno.EMFILE, "planned")
 
     with (
-        listening(host, tcp=ANYWHERE, tls=secured(files, mutual=False)) as source,
-        connected(source) as client,
+        run_syslog(host, tcp=ANYWHERE, tls=make_tls_settings(files, mutual=False)) as source,
+        connect_to(source) as client,
     ):
         wait_until(lambda: source.counters.connections == 1)
         monkeypatch.setattr(socket.socket, "accept", accept)
         client.sendall(b"<13>the last")
         source.stop(5.0)
-    assert values_in(host.queue("main"), 1) == [b"<13>the last"]
+    assert await_values(host.queue("main"), 1) == [b"<13>the last"]
     assert "input.reader_failed" not in caplog.text
 
 
@@ -381,11 +384,11 @@ def test_missing_file_descriptors_do_not_break_a_stop(
 def test_tls_connection_publishes_large_amounts(host: Node, tmp_path: Path) -> None:
     files = Certificates(tmp_path)
     messages = [b"<13>number %d " % number + b"x" * 100 for number in range(15_000)]
-    with listening(host, tls=secured(files, mutual=False)) as source:
-        with securely_connected(source, files) as client:
+    with run_syslog(host, tls=make_tls_settings(files, mutual=False)) as source:
+        with connect_with_tls(source, files) as client:
             client.sendall(b"\n".join(messages))
             client.unwrap()
-        assert values_in(host.queue("main"), 15_000) == messages
+        assert await_values(host.queue("main"), 15_000) == messages
 
 
 def test_stop_publishes_decrypted_bytes_of_tls(
@@ -397,8 +400,8 @@ def test_stop_publishes_decrypted_bytes_of_tls(
     files = Certificates(tmp_path)
     queue = host.queue("narrow")
     with (
-        listening(host, queue="narrow", tls=secured(files, mutual=False)) as source,
-        securely_connected(source, files) as client,
+        run_syslog(host, queue="narrow", tls=make_tls_settings(files, mutual=False)) as source,
+        connect_with_tls(source, files) as client,
     ):
         client.sendall(b"<13>x\n" * 15)  # one record
         wait_until(lambda: bool(state_of(queue).admission.line))
@@ -418,14 +421,14 @@ def test_client_without_a_valid_certificate_is_refused(
 ) -> None:
     files = Certificates(tmp_path)
     shown = files.stranger if identity == "stranger" else None
-    with listening(host, tls=secured(files, mutual=True)) as source:
-        with pytest.raises(OSError), securely_connected(source, files, shown) as client:  # noqa: PT012
+    with run_syslog(host, tls=make_tls_settings(files, mutual=True)) as source:
+        with pytest.raises(OSError), connect_with_tls(source, files, shown) as client:  # noqa: PT012
             client.sendall(b"<13>let me in\n")
             client.recv(1)
         wait_until(lambda: source.counters.refused == 1)
-        with securely_connected(source, files, files.client) as client:
+        with connect_with_tls(source, files, files.client) as client:
             client.sendall(b"<13>a friend\n")
-        assert values_in(host.queue("main"), 1) == [b"<13>a friend"]
+        assert await_values(host.queue("main"), 1) == [b"<13>a friend"]
 
 
 def test_stuck_handshake_is_closed_and_does_not_delay_others(
@@ -433,14 +436,14 @@ def test_stuck_handshake_is_closed_and_does_not_delay_others(
 ) -> None:
     monkeypatch.setattr("turnlane.inputs.stream_server.HANDSHAKE_SECONDS", 0.1)
     files = Certificates(tmp_path)
-    with listening(host, tls=secured(files, mutual=False)) as source:
-        there = ("127.0.0.1", port(source, "tls"))
+    with run_syslog(host, tls=make_tls_settings(files, mutual=False)) as source:
+        there = ("127.0.0.1", get_port(source, "tls"))
         with (
             socket.create_connection(there, timeout=20) as stuck,
-            securely_connected(source, files) as client,
+            connect_with_tls(source, files) as client,
         ):
             client.sendall(b"<13>not stuck\n")
-            values_in(host.queue("main"), 1)
+            await_values(host.queue("main"), 1)
             assert stuck.recv(1) == b""
         with socket.create_connection(there, timeout=20) as plain:
             plain.sendall(b"<13>no TLS at all\n" * 50)
@@ -458,7 +461,7 @@ def test_full_disk_makes_senders_wait_and_loses_nothing(tmp_path: Path) -> None:
     with Node(tmp_path, {"main": knobs}, disk=disk) as node:
         queue = node.queue("main")
         assert isinstance(queue, BufferedQueue)
-        with listening(node, tcp=ANYWHERE) as source:
+        with run_syslog(node, tcp=ANYWHERE) as source:
             disk.fill(1_000_000)
             sender = threading.Thread(target=send, args=(source, b"\n".join(messages)))
             sender.start()
@@ -469,12 +472,12 @@ def test_full_disk_makes_senders_wait_and_loses_nothing(tmp_path: Path) -> None:
             wait_until(lambda: source.counters.connections == 0)
         assert source.counters.dropped == 0
         assert source.counters.events == len(messages)
-        assert [event.value for event in events_in(queue)] == messages
+        assert [event.value for event in read_events(queue)] == messages
 
 
 def test_tcp_sender_waits_for_a_full_queue(host: Node) -> None:
     queue = host.queue("narrow")
-    with listening(host, queue="narrow", tcp=ANYWHERE) as source:
+    with run_syslog(host, queue="narrow", tcp=ANYWHERE) as source:
         send(source, *(b"<13>%d\n" % number for number in range(100)))
         taken: list[bytes | None] = []
         while len(taken) < 100:
@@ -487,7 +490,7 @@ def test_tcp_sender_waits_for_a_full_queue(host: Node) -> None:
 def test_stop_with_a_full_queue_counts_dropped_messages(
     host: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with listening(host, queue="narrow", tcp=ANYWHERE, ack="accepted") as source:
+    with run_syslog(host, queue="narrow", tcp=ANYWHERE, ack="accepted") as source:
         send(source, *(b"<13>%d\n" % number for number in range(100)))
         wait_until(lambda: bool(state_of(host.queue("narrow")).admission.line))
         source.stop(0.2)
@@ -497,12 +500,12 @@ def test_stop_with_a_full_queue_counts_dropped_messages(
 
 
 def test_full_queue_drops_udp_messages_and_counts_them(host: Node) -> None:
-    with listening(host, queue="narrow", udp=ANYWHERE, ack="accepted") as source:
+    with run_syslog(host, queue="narrow", udp=ANYWHERE, ack="accepted") as source:
         for number in range(30):
             send_datagrams(source, b"<13>%d" % number)
         wait_until(lambda: source.counters.events + source.counters.dropped == 30)
         assert source.counters.events == 10
-    values = [event.value for event in events_in(host.queue("narrow"))]
+    values = [event.value for event in read_events(host.queue("narrow"))]
     assert values == [b"<13>%d" % number for number in range(10)]
 
 
@@ -526,11 +529,11 @@ def test_datagrams_dropped_by_the_kernel_are_counted(host: Node) -> None:
 def test_load_shedding_uses_the_priority(tmp_path: Path) -> None:
     knobs = {"kind": "memory", "size": 100, "discard_mark": 5, "discard_severity": 5}
     with Node(tmp_path, {"main": knobs}) as node:
-        with listening(node, tcp=ANYWHERE, ack="accepted") as source:
+        with run_syslog(node, tcp=ANYWHERE, ack="accepted") as source:
             send(source, *(b"<11>error %d\n" % number for number in range(10)))
             wait_until(lambda: node.queue("main").end == 10)
             send(source, b"<15>debug\n<11>another error\n<14>info\n")
-            values = values_in(node.queue("main"), 11)
+            values = await_values(node.queue("main"), 11)
         assert values[-1] == b"<11>another error"
 
 
@@ -538,8 +541,8 @@ def test_load_shedding_uses_the_priority(tmp_path: Path) -> None:
 
 
 def test_stop_persists_received_messages(host: Node) -> None:
-    with listening(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
-        held = [connected(source) for _ in range(20)]
+    with run_syslog(host, tcp=ANYWHERE, udp=ANYWHERE) as source:
+        held = [connect_to(source) for _ in range(20)]
         for client in held:
             client.sendall(b"<13>%s\n" % (b"x" * 50) * 500 + b"<13>unfinished")
         send_datagrams(source, *[b"<13>datagram"] * 50)
@@ -547,7 +550,7 @@ def test_stop_persists_received_messages(host: Node) -> None:
         assert source.counters.connections == 0
     for client in held:
         client.close()
-    values = [event.value for event in events_in(host.queue("main"))]
+    values = [event.value for event in read_events(host.queue("main"))]
     assert len(values) == 20 * 501 + 50
     assert values.count(b"<13>unfinished") == 20
     assert host.queue("main").stats().ledger.accepted == len(values)
@@ -563,7 +566,7 @@ def test_sender_without_pauses_does_not_delay_a_stop(host: Node) -> None:
         except OSError:
             pass
 
-    with listening(host, tcp=ANYWHERE) as source, connected(source) as client:
+    with run_syslog(host, tcp=ANYWHERE) as source, connect_to(source) as client:
         talking = threading.Thread(target=chatter, args=(client,))
         talking.start()
         wait_until(lambda: source.counters.events > 10_000)
@@ -579,7 +582,7 @@ def test_closed_queue_ends_the_input_and_counts_drops(
 ) -> None:
     with Node(tmp_path) as node:
         node.create("main")
-        with listening(node, tcp=ANYWHERE) as source, connected(source) as client:
+        with run_syslog(node, tcp=ANYWHERE) as source, connect_to(source) as client:
             client.sendall(b"<13>a\n")
             wait_until(lambda: source.counters.events == 1)
             node.drop("main")
@@ -602,9 +605,9 @@ def test_failing_queue_is_retried_with_one_warning(
         return real(self, block, **knobs)
 
     monkeypatch.setattr(BufferedProducer, "publish_block", publish_block)
-    with listening(host, tcp=ANYWHERE) as source:
+    with run_syslog(host, tcp=ANYWHERE) as source:
         send(source, b"<13>a\n")
-        assert values_in(host.queue("main"), 1) == [b"<13>a"]
+        assert await_values(host.queue("main"), 1) == [b"<13>a"]
     assert caplog.text.count("input.publish_waits") == 1
 
 
@@ -615,7 +618,7 @@ def test_unexpected_error_is_logged_and_closes_connections(
         raise RuntimeError("planned")
 
     monkeypatch.setattr(FireAndForgetPublisher, "publish", broken)
-    with listening(host, tcp=ANYWHERE) as source, connected(source) as client:
+    with run_syslog(host, tcp=ANYWHERE) as source, connect_to(source) as client:
         client.sendall(b"<13>a\n")
         assert client.recv(1) == b""
     assert "input.reader_failed" in caplog.text
@@ -642,15 +645,15 @@ def test_wrong_settings_are_refused_at_the_start(
 
 
 def test_insecure_allows_a_public_address(host: Node) -> None:
-    with listening(host, tcp="0.0.0.0:0", insecure=True) as source:
-        assert source.address == f"tcp://0.0.0.0:{port(source)}"
+    with run_syslog(host, tcp="0.0.0.0:0", insecure=True) as source:
+        assert source.address == f"tcp://0.0.0.0:{get_port(source)}"
         send(source, b"<13>a\n")
-        values_in(host.queue("main"), 1)
+        await_values(host.queue("main"), 1)
 
 
 def test_port_in_use_is_reported(host: Node) -> None:
-    with listening(host, tcp=ANYWHERE) as source:
-        there = f"127.0.0.1:{port(source)}"
+    with run_syslog(host, tcp=ANYWHERE) as source:
+        there = f"127.0.0.1:{get_port(source)}"
         settings = SyslogSettings.model_validate({"queue": "main", "tcp": there})
         with SyslogInput(settings, host) as second, pytest.raises(AddressTaken, match="in use"):
             second.start()

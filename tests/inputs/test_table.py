@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import wait_until
-from tests.inputs.syslog_harness import arrived, events_in
+from tests.inputs.syslog_harness import await_events, read_events
 from turnlane.errors import AckPending, QueueEmpty, StorageFailed, TurnlaneError
 from turnlane.events import Block, Event
 from turnlane.inputs import table
@@ -70,7 +70,7 @@ def test_fired_events_are_published_and_acked(
 ) -> None:
     queue = enqueue(database, 3, body=b"\xff", fire_at=1_700_000_000_000_001_000)
     with running(host, tmp_path) as source:
-        events = arrived(host.queue("main"), 3)
+        events = await_events(host.queue("main"), 3)
         wait_until(lambda: is_empty(queue))
         assert source.counters.events == 3
     (first, *_) = sorted(events, key=lambda event: event.key or "")
@@ -85,7 +85,7 @@ def test_settings_map_columns_to_key_value_and_headers(
     enqueue(database, 1, body=b"raw \xff", event_group="g", priority=4)
     headers = {"group": "event_group", "who": "customer", "urgency": "priority"}
     with running(host, tmp_path, key="subject", value="body", headers=headers):
-        (event,) = arrived(host.queue("main"), 1)
+        (event,) = await_events(host.queue("main"), 1)
     assert (event.key, event.value) == ("s0", b"raw \xff")
     assert event.headers == {"group": "g", "who": "0", "urgency": "4"}
 
@@ -111,7 +111,7 @@ def test_event_too_large_for_the_queue_is_dead_in_the_table(
     enqueue(database, 1, body=b"x" * (large + 1))
     queue = enqueue(database, 4)
     with running(host, tmp_path, queue="tight") as source:
-        assert subjects(arrived(host.queue("tight"), 4)) == ["s0", "s1", "s2", "s3"]
+        assert subjects(await_events(host.queue("tight"), 4)) == ["s0", "s1", "s2", "s3"]
         wait_until(lambda: queue.counts()["dead"] == 1 and queue.counts()["fired"] == 0)
         assert source.counters.invalid == 3
     assert "can never fit" in queue.peek("dead")[0]["last_error"]
@@ -124,11 +124,11 @@ def test_crash_before_the_ack_fires_the_event_again(
     with monkeypatch.context() as dying:
         dying.setattr(TableInput, "_ack", lambda *_: None)
         with running(host, tmp_path):
-            arrived(host.queue("main"), 2)
+            await_events(host.queue("main"), 2)
     assert not is_empty(queue)
     with running(host, tmp_path):
         wait_until(lambda: is_empty(queue))
-    ids = [(event.headers or {})["event_id"] for event in events_in(host.queue("main"))]
+    ids = [(event.headers or {})["event_id"] for event in read_events(host.queue("main"))]
     assert sorted(ids) == ["1", "1", "2", "2"]
 
 
@@ -156,7 +156,7 @@ def test_failing_or_slow_disk_loses_no_event(
     monkeypatch.setattr(BufferedProducer, "publish_block", failing)
     with running(host, tmp_path):
         wait_until(lambda: is_empty(queue))
-    assert subjects(arrived(host.queue("main"), 3)) == ["s0", "s1", "s2"]
+    assert subjects(await_events(host.queue("main"), 3)) == ["s0", "s1", "s2"]
 
 
 def test_partly_published_rows_are_acked_only_where_published(
@@ -193,7 +193,7 @@ def test_missing_table_is_awaited(
             f"CREATE QUEUE mails (customer BIGINT, subject TEXT) SHARD BY (customer) {OPTIONS}"
         )
         enqueue(database, 1)
-        arrived(host.queue("main"), 1)
+        await_events(host.queue("main"), 1)
 
 
 def test_wrong_column_is_named_in_the_log(
@@ -215,6 +215,6 @@ def test_events_of_all_shards_are_published(host: Node, tmp_path: Path) -> None:
         queue = databases.queue("mails")
         queue.put({"customer": n} for n in range(20))
         with running(host, tmp_path, shards=shards):
-            found = arrived(host.queue("main"), 20)
+            found = await_events(host.queue("main"), 20)
             wait_until(lambda: not any(queue.counts().values()))
     assert {event.key for event in found} == {str(n) for n in range(20)}

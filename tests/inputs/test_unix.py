@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import wait_until
-from tests.inputs.syslog_harness import arrived, logger, say, values_in
+from tests.inputs.syslog_harness import await_events, await_values, run_logger, send_to_socket
 from turnlane.errors import AddressTaken, ConfigError
 from turnlane.inputs.datagrams import UnixInput, UnixSettings
 from turnlane.node.node import Node
@@ -32,8 +32,8 @@ def test_logger_messages_are_published(host: Node, tmp_path: Path) -> None:
     with bound(host, path, credentials=True, mode="0600") as source:
         assert source.address == f"unix://{path}"
         assert path.stat().st_mode & 0o777 == 0o600
-        logger("-u", path, "-p", "user.err", "the message")
-        [event] = arrived(host.queue("main"), 1)
+        run_logger("-u", path, "-p", "user.err", "the message")
+        [event] = await_events(host.queue("main"), 1)
     assert event.value is not None
     assert event.value.startswith(b"<11>")
     assert event.value.endswith(b"the message")
@@ -45,23 +45,23 @@ def test_logger_messages_are_published(host: Node, tmp_path: Path) -> None:
 
 def test_without_credentials_the_source_is_the_path(host: Node, tmp_path: Path) -> None:
     with bound(host, tmp_path / "log"):
-        say(tmp_path / "log", b"<13>a\n", b"<13>b\0")
-        events = arrived(host.queue("main"), 2)
+        send_to_socket(tmp_path / "log", b"<13>a\n", b"<13>b\0")
+        events = await_events(host.queue("main"), 2)
     assert [event.value for event in events] == [b"<13>a", b"<13>b"]
     assert {event.source for event in events} == {str(tmp_path / "log")}
 
 
 def test_stop_persists_sent_messages(host: Node, tmp_path: Path) -> None:
     with bound(host, tmp_path / "log", flow="full") as source:
-        say(tmp_path / "log", *[b"<13>hello"] * 3_000)
+        send_to_socket(tmp_path / "log", *[b"<13>hello"] * 3_000)
         source.stop(20.0)
         assert source.counters.events == 3_000
-    values_in(host.queue("main"), 3_000)
+    await_values(host.queue("main"), 3_000)
 
 
 def test_full_queue_drops_and_counts(host: Node, tmp_path: Path) -> None:
     with bound(host, tmp_path / "log", queue="narrow", ack="accepted") as source:
-        say(tmp_path / "log", *[b"<13>hello"] * 30)
+        send_to_socket(tmp_path / "log", *[b"<13>hello"] * 30)
         wait_until(lambda: source.counters.events + source.counters.dropped == 30)
         assert source.counters.events == 10
 
@@ -71,7 +71,7 @@ def test_too_long_message_is_cut_and_counted(host: Node, tmp_path: Path) -> None
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
             client.sendto(b"x" * 100_000, str(tmp_path / "log"))
-        assert list(map(len, filter(None, values_in(host.queue("main"), 2)))) == [65_536, 34_464]
+        assert list(map(len, filter(None, await_values(host.queue("main"), 2)))) == [65_536, 34_464]
         assert source.counters.invalid == 1
 
 
@@ -88,7 +88,7 @@ def test_attached_descriptors_do_not_stay_open(
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(20):
             socket.send_fds(client, [b"<13>a"], [0, 1, 2])
-        values_in(host.queue("main"), 20)
+        await_values(host.queue("main"), 20)
         assert len(os.listdir("/proc/self/fd")) < before + 20
 
 
@@ -96,8 +96,8 @@ def test_stale_socket_is_replaced(host: Node, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stale:
         stale.bind(str(tmp_path / "log"))
     with bound(host, tmp_path / "log"):
-        say(tmp_path / "log", b"<13>a")
-        values_in(host.queue("main"), 1)
+        send_to_socket(tmp_path / "log", b"<13>a")
+        await_values(host.queue("main"), 1)
 
 
 def test_socket_in_use_or_a_file_is_not_replaced(host: Node, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 
 from tests.contract.harness import wait_until
-from tests.inputs.otlp_senders import logs_request, request_of
-from tests.inputs.web_inputs import WEB, held, node_of
+from tests.inputs.otlp_senders import make_logs_request, parse_request
+from tests.inputs.web_inputs import WEB, open_node, read_events
 
 ROOT = Path(__file__).parents[2]
 ENOUGH = 15
@@ -25,7 +25,7 @@ def post_http(address: str, name: str) -> bool:
 
 
 def post_otlp(address: str, name: str) -> bool:
-    body = logs_request(name).SerializeToString()
+    body = make_logs_request(name).SerializeToString()
     headers = {"content-type": "application/x-protobuf"}
     return WEB.post(f"http://{address}/v1/logs", content=body, headers=headers).status_code == 200
 
@@ -70,12 +70,12 @@ def test_acknowledged_events_survive_a_kill(tmp_path: Path) -> None:
             victim.kill()
             for sender in senders:
                 sender.join()
-    with node_of(tmp_path) as node:
+    with open_node(tmp_path) as node:
         there = set()
-        for event in held(node):
+        for event in read_events(node):
             headers = event.headers or {}
             if "signal" in headers:
-                [resource] = request_of(event).resource_logs
+                [resource] = parse_request(event).resource_logs
                 there.add(resource.scope_logs[0].log_records[0].body.string_value)
             else:
                 there.add(event.key if "index" in headers else (event.value or b"").decode())

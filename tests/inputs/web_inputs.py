@@ -26,14 +26,14 @@ WEB = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), timeout=30.
 
 
 @contextmanager
-def node_of(data: Path, disk: FaultyDisk | None = None, **knobs: Any) -> Iterator[Node]:
+def open_node(data: Path, disk: FaultyDisk | None = None, **knobs: Any) -> Iterator[Node]:
     """Open a node with the disk queues ``main``, with these settings, and ``orders``."""
     main = {"durability": "always", "shutdown_timeout": "1s", **knobs}
     with Node(data, {"main": main, "orders": {}}, disk=disk) as node:
         yield node
 
 
-def made(kind: str, node: Node, **knobs: Any) -> Input:
+def make_input(kind: str, node: Node, **knobs: Any) -> Input:
     """Create an input without starting it."""
     found = load(kind)
     settings = {"listen": "127.0.0.1:0", "queue": "main", **knobs}
@@ -41,15 +41,15 @@ def made(kind: str, node: Node, **knobs: Any) -> Input:
 
 
 @contextmanager
-def serving(kind: str, node: Node, **knobs: Any) -> Iterator[Input]:
+def run_web_input(kind: str, node: Node, **knobs: Any) -> Iterator[Input]:
     """Run an input whose requests may wait as long as a busy machine needs."""
-    with made(kind, node, **{"timeout": PATIENCE, **knobs}) as found:
+    with make_input(kind, node, **{"timeout": PATIENCE, **knobs}) as found:
         found.start()
         yield found
         found.stop(5.0)
 
 
-def held(node: Node, queue: str = "main") -> list[Event]:
+def read_events(node: Node, queue: str = "main") -> list[Event]:
     """Return the events in a queue, and leave them there."""
     found: list[Event] = []
     place = node.queue(queue)
@@ -59,12 +59,12 @@ def held(node: Node, queue: str = "main") -> list[Event]:
     return found
 
 
-def values(node: Node, queue: str = "main") -> list[bytes | None]:
+def read_values(node: Node, queue: str = "main") -> list[bytes | None]:
     """Return the values in a queue."""
-    return [event.value for event in held(node, queue)]
+    return [event.value for event in read_events(node, queue)]
 
 
-def drain(node: Node, queue: str = "main") -> None:
+def settle_all(node: Node, queue: str = "main") -> None:
     """Settle all events in a queue."""
     place = node.queue(queue)
     place.settle(place.low, place.end)
@@ -78,7 +78,7 @@ def fill(node: Node, events: int, queue: str = "main") -> None:
 
 
 @contextmanager
-def once_refused(found: Input, do: Callable[[], object], times: int = 1) -> Iterator[None]:
+def act_when_refused(found: Input, do: Callable[[], object], times: int = 1) -> Iterator[None]:
     """Run a client that retries, and call a function once the input has refused."""
 
     def watch() -> None:

@@ -7,13 +7,13 @@ import sys
 import threading
 from pathlib import Path
 
-from tests.inputs.web_inputs import made, node_of
+from tests.inputs.web_inputs import make_input, open_node
 
 
 def main() -> None:
     """Serve a directory, print the addresses, and run until killed."""
-    with node_of(Path(sys.argv[1])) as node:
-        inputs = {kind: made(kind, node) for kind in ("http", "otlp", "elasticsearch")}
+    with open_node(Path(sys.argv[1])) as node:
+        inputs = {kind: make_input(kind, node) for kind in ("http", "otlp", "elasticsearch")}
         for each in inputs.values():
             each.start()
         print(json.dumps({kind: each.address for kind, each in inputs.items()}), flush=True)  # noqa: T201

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.certificates import Certificates
 from tests.contract.harness import wait_until
-from tests.inputs.syslog_harness import rsyslogd
+from tests.inputs.syslog_harness import run_configured_rsyslogd
 from tests.ports import free_port
 
 _FIELDS = ("pri", "hostname", "app-name", "procid", "msgid", "msg")
@@ -55,7 +55,7 @@ def run_rsyslogd(
         template(name="all" type="string" string="{_template()}")
         action(type="omfile" file="{place / "out"}" template="all" asyncWriting="off")
         """
-    with rsyslogd(place, config):
+    with run_configured_rsyslogd(place, config):
         if protocol != "udp":
             wait_until(
                 lambda: port_file.exists() and port_file.read_text().strip() != "", "its port", 60

@@ -11,7 +11,16 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
-from tests.inputs.web_inputs import HASTY, SECRET, TOKENS, drain, fill, held, node_of, serving
+from tests.inputs.web_inputs import (
+    HASTY,
+    SECRET,
+    TOKENS,
+    fill,
+    open_node,
+    read_events,
+    run_web_input,
+    settle_all,
+)
 from tests.outputs.web_blocks import deliver, make_events, make_output, set_column
 from tests.outputs.web_servers import Reply, Server, get_unused_url, run_server
 from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater, TurnlaneError
@@ -28,7 +37,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    with node_of(tmp_path / "node") as found:
+    with open_node(tmp_path / "node") as found:
         yield found
 
 
@@ -200,10 +209,10 @@ def test_error_status_applies_to_all_events(server: Server) -> None:
 
 def test_own_input_receives_every_event(node: Node) -> None:
     values = [b'event "%d"' % number for number in range(1000)]
-    with serving("elasticsearch", node) as found:
+    with run_web_input("elasticsearch", node) as found:
         url = f"http://{found.address}"
         deliver("elasticsearch", make_events(values), url=url, index="logs-{queue}")
-    got = held(node)
+    got = read_events(node)
     assert [json.loads(event.value or b"")["value"].encode() for event in got] == values
     assert got[17].key == "alerts/0/17-2023-11-14T22:13:20.000017Z"
     assert got[17].headers == {"index": "logs-alerts", "action": "create"}
@@ -211,35 +220,35 @@ def test_own_input_receives_every_event(node: Node) -> None:
 
 def test_own_input_refuses_some_documents(node: Node) -> None:
     block = set_column(make_events([b"a", b"b", b"c"]), "payload", [b"{}", b"no JSON", b"{}"])
-    with serving("elasticsearch", node) as found:
+    with run_web_input("elasticsearch", node) as found:
         url = f"http://{found.address}"
         with pytest.raises(PartlyDelivered) as raised:
             deliver("elasticsearch", block, url=url, index="logs", format="raw")
     assert isinstance(raised.value.failures.pop(1), Never)
     assert not raised.value.failures
-    assert len(held(node)) == 2
+    assert len(read_events(node)) == 2
 
 
 def test_own_input_with_a_full_queue_is_retried(tmp_path: Path) -> None:
-    with node_of(tmp_path / "full", size=100) as node:
+    with open_node(tmp_path / "full", size=100) as node:
         fill(node, 100)
-        with serving("elasticsearch", node, timeout=HASTY) as found:
+        with run_web_input("elasticsearch", node, timeout=HASTY) as found:
             settings: Any = {"url": f"http://{found.address}", "index": "logs"}
             with pytest.raises(RetryLater) as raised:
                 deliver("elasticsearch", make_events([b"a"]), **settings)
             assert raised.value.after is not None
-        drain(node)
-        with serving("elasticsearch", node) as found:
+        settle_all(node)
+        with run_web_input("elasticsearch", node) as found:
             deliver(
                 "elasticsearch", make_events([b"a"]), url=f"http://{found.address}", index="logs"
             )
-        assert len(held(node)) == 1
+        assert len(read_events(node)) == 1
 
 
 def test_api_key_authenticates_at_own_input(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ES_KEY", SECRET)
     auth = {"token_env": "ES_KEY", "scheme": "ApiKey"}
-    with serving("elasticsearch", node, tokens=TOKENS) as found:
+    with run_web_input("elasticsearch", node, tokens=TOKENS) as found:
         url = f"http://{found.address}"
         with make_output("elasticsearch", url=url, index="logs", auth=auth) as output:
             output.check()
@@ -249,7 +258,7 @@ def test_api_key_authenticates_at_own_input(node: Node, monkeypatch: pytest.Monk
             pytest.raises(RetryLater),
         ):
             output.check()
-    assert len(held(node)) == 1
+    assert len(read_events(node)) == 1
 
 
 # ── before anything is sent ──────────────────────────────────────────────────────────────────────

@@ -16,8 +16,13 @@ from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metr
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord
 
-from tests.inputs.otlp_senders import log_records, logs_request, measurements, spans
-from tests.inputs.web_inputs import SECRET, TOKENS, held, node_of, serving
+from tests.inputs.otlp_senders import (
+    make_log_records,
+    make_logs_request,
+    make_measurements,
+    make_spans,
+)
+from tests.inputs.web_inputs import SECRET, TOKENS, open_node, read_events, run_web_input
 from tests.outputs.web_blocks import NOON, deliver, make_events, make_output, set_column
 from tests.outputs.web_servers import Handler, Reply, Server, get_unused_url, run_server
 from turnlane.delivery.destination import LocalDestinationState
@@ -41,9 +46,9 @@ from turnlane.formats.otlp import (
 from turnlane.node.node import Node
 
 SDK: dict[Signal, Any] = {
-    Signal.LOGS: encode_logs(log_records("one", "two")),
-    Signal.METRICS: encode_metrics(measurements()),
-    Signal.TRACES: encode_spans(spans()),
+    Signal.LOGS: encode_logs(make_log_records("one", "two")),
+    Signal.METRICS: encode_metrics(make_measurements()),
+    Signal.TRACES: encode_spans(make_spans()),
 }
 """Export requests as OpenTelemetry's SDK makes them."""
 
@@ -56,7 +61,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    with node_of(tmp_path / "node") as found:
+    with open_node(tmp_path / "node") as found:
         yield found
 
 
@@ -162,9 +167,9 @@ def test_telemetry_is_sent_unchanged_in_one_request_per_signal(
 
 def test_telemetry_through_own_input_equals_the_sdk_request(node: Node) -> None:
     sent = make_telemetry()
-    with serving("otlp", node) as found:
+    with run_web_input("otlp", node) as found:
         deliver("otlp", sent, url=f"http://{found.address}")
-    got = held(node)
+    got = read_events(node)
     assert sorted(event.value or b"" for event in got) == sorted(get_values([sent]))
     for signal, request in SDK.items():
         values = [e.value or b"" for e in got if e.headers and e.headers["signal"] == signal]
@@ -224,12 +229,14 @@ def test_severities_survive_the_round_trip(server: Server) -> None:
 
 
 def test_block_with_telemetry_and_other_events_is_sent_in_one_request(node: Node) -> None:
-    request = logs_request("telemetry")
+    request = make_logs_request("telemetry")
     values = [b"plain", request.SerializeToString(), b"text"]
     heads = [None, {"signal": "logs", "content-type": PROTOBUF}, {"signal": "logs"}]
-    with serving("otlp", node) as found:
+    with run_web_input("otlp", node) as found:
         deliver("otlp", make_events(values, headers=heads), url=f"http://{found.address}")
-    found_names = set().union(*(get_names(decode(Signal.LOGS, e.value or b"")) for e in held(node)))
+    found_names = set().union(
+        *(get_names(decode(Signal.LOGS, e.value or b"")) for e in read_events(node))
+    )
     assert found_names == {"plain", "telemetry", "text"}
 
 
@@ -388,12 +395,12 @@ def test_one_malformed_event_does_not_stop_others(node: Node) -> None:
     head = {"signal": "metrics", "content-type": PROTOBUF}
     good = SDK[Signal.METRICS].SerializeToString()
     values = [good, b"\xff no protobuf", good, b"plain"]
-    with serving("otlp", node) as found:
+    with run_web_input("otlp", node) as found:
         block = make_events(values, headers=[head, head, head, None])
         with pytest.raises(PartlyDelivered) as raised:
             deliver("otlp", block, url=f"http://{found.address}")
     assert {row: type(each) for row, each in raised.value.failures.items()} == {1: Never}
-    assert len(held(node)) == 2 * 2 + 1
+    assert len(read_events(node)) == 2 * 2 + 1
 
 
 # ── before anything is sent ──────────────────────────────────────────────────────────────────────
@@ -401,12 +408,12 @@ def test_one_malformed_event_does_not_stop_others(node: Node) -> None:
 
 def test_check_exports_no_records(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTLP_TOKEN", SECRET)
-    with serving("otlp", node, tokens=TOKENS) as found:
+    with run_web_input("otlp", node, tokens=TOKENS) as found:
         url = f"http://{found.address}"
         with make_output("otlp", url=url, auth={"token_env": "OTLP_TOKEN"}) as output:
             output.check()
         with make_output("otlp", url=url) as output, pytest.raises(RetryLater, match="401"):
             output.check()
-    assert not held(node)
+    assert not read_events(node)
     with make_output("otlp", url=get_unused_url()) as output, pytest.raises(RetryLater):
         output.check()

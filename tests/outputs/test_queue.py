@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from tests.certificates import Certificates
 from tests.contract.harness import wait_until
-from tests.inputs.syslog_harness import events_in
+from tests.inputs.syslog_harness import read_events
 from tests.outputs.blocks import make_block, make_values
 from tests.ports import free_port
 from tests.spark.nodes import Served, serving
@@ -64,7 +64,7 @@ def test_events_arrive_with_all_columns(node: Served, queue: str) -> None:
         send(output, block)
         send(output, make_block([]))
         send(output, make_block(make_values(3, 5)))
-    found = events_in(node.queue(queue))
+    found = read_events(node.queue(queue))
     assert [event.value for event in found] == make_values(0, 5)
     assert [event.key for event in found[:3]] == ["a", None, "c"]
     assert [event.severity for event in found[:3]] == [3, 4, 5]
@@ -84,7 +84,7 @@ def test_repeated_events_with_a_producer_are_dropped(node: Served) -> None:
         send(output, whole.slice(0, 5))
         send(output, whole.take(pa.array([5, 6, 11, 12, 15])))
         send(output, whole.slice(15))
-    values = [event.value for event in events_in(node.queue("orders"))]
+    values = [event.value for event in read_events(node.queue("orders"))]
     wanted = [*range(10), 11, 12, *range(15, 20)]
     assert values == [b"event %d" % number for number in wanted]
 
@@ -97,7 +97,7 @@ def test_events_of_two_nodes_have_separate_sequences(node: Served) -> None:
             send(output, block)
             send(output, again)
     # Offsets 0 and 1 of node 1 arrive after its 2 and 3: out of order, each once.
-    assert len(events_in(node.queue("orders"))) == 6
+    assert len(read_events(node.queue("orders"))) == 6
 
 
 def test_several_rows_of_one_event_have_separate_sequences(node: Served) -> None:
@@ -109,14 +109,14 @@ def test_several_rows_of_one_event_have_separate_sequences(node: Served) -> None
     stored = node.queue("orders").read(0, 4)
     assert stored is not None
     assert "turnlane_row" not in stored[1].schema.names
-    assert [event.value for event in events_in(node.queue("orders"))] == make_values(0, 4)
+    assert [event.value for event in read_events(node.queue("orders"))] == make_values(0, 4)
 
 
 def test_repeated_events_without_a_producer_are_stored_again(node: Served) -> None:
     with make_output(node.url) as output:
         for _ in range(2):
             send(output, make_block(make_values(0, 4)))
-    assert len(events_in(node.queue("orders"))) == 8
+    assert len(read_events(node.queue("orders"))) == 8
 
 
 def test_unavailable_node_is_retryable_and_works_when_it_is_back(tmp_path: Path) -> None:
@@ -131,7 +131,9 @@ def test_unavailable_node_is_retryable_and_works_when_it_is_back(tmp_path: Path)
             with run_node_at(tmp_path / "data", port):
                 wait_until(partial(try_send, output, first), "the node to be found again")
         with run_node_at(tmp_path / "data", port) as there:
-            assert [event.value for event in events_in(there.queue("orders"))] == make_values(0, 4)
+            assert [event.value for event in read_events(there.queue("orders"))] == make_values(
+                0, 4
+            )
 
 
 def try_send(output: QueueOutput, first: int) -> bool:
@@ -167,7 +169,7 @@ def test_full_queue_is_retryable(node: Served) -> None:
         with node.queue("small").get() as batch:
             batch.done()
         send(output, make_block(make_values(5, 8), 5))
-    assert [event.value for event in events_in(node.queue("small"))] == make_values(5, 8)
+    assert [event.value for event in read_events(node.queue("small"))] == make_values(5, 8)
 
 
 def test_event_too_large_for_the_queue_raises_payload_too_large(node: Served) -> None:
@@ -218,7 +220,7 @@ def test_token_and_mutual_tls_are_used(tmp_path: Path, monkeypatch: pytest.Monke
             pytest.raises(RetryLater, match="missing"),
         ):
             output.check()
-        assert [event.value for event in events_in(there.queue("orders"))] == make_values(0, 3)
+        assert [event.value for event in read_events(there.queue("orders"))] == make_values(0, 3)
 
 
 @pytest.mark.parametrize(

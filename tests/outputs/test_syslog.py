@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from tests.certificates import Certificates
 from tests.contract.harness import wait_until
-from tests.inputs.syslog_harness import listening, port, secured, values_in
+from tests.inputs.syslog_harness import await_values, get_port, make_tls_settings, run_syslog
 from tests.outputs.blocks import make_block, make_values
 from tests.outputs.syslog_receivers import run_rsyslogd
 from tests.ports import free_port
@@ -129,10 +129,10 @@ def test_rsyslogd_receives_over_mutual_tls(tmp_path: Path) -> None:
 @pytest.mark.parametrize("framing", ["octet", "newline"])
 def test_raw_values_arrive_unchanged(host: Node, framing: str) -> None:
     values = [b"<11>1 - - - - - - any \xff bytes", b"and no syslog"]
-    with listening(host, tcp="127.0.0.1:0", framing=framing) as source:
-        with make_output(f"127.0.0.1:{port(source)}", format="raw", framing=framing) as output:
+    with run_syslog(host, tcp="127.0.0.1:0", framing=framing) as source:
+        with make_output(f"127.0.0.1:{get_port(source)}", format="raw", framing=framing) as output:
             send(output, values[0], b"", values[1])
-        assert values_in(host.queue("main"), 2) == values
+        assert await_values(host.queue("main"), 2) == values
 
 
 @given(st.lists(st.binary(max_size=300), max_size=20))
@@ -284,8 +284,8 @@ def test_refused_client_certificate_loses_no_batch(
     tls: dict[str, Any] = {"ca": certificates.ca}
     if identity == "stranger":
         tls["cert"], tls["key"] = certificates.stranger
-    with listening(host, tls=secured(certificates, mutual=True)) as source:
-        address = f"127.0.0.1:{port(source, 'tls')}"
+    with run_syslog(host, tls=make_tls_settings(certificates, mutual=True)) as source:
+        address = f"127.0.0.1:{get_port(source, 'tls')}"
         with make_output(address, protocol="tls", tls=tls) as output:
             with pytest.raises(RetryLater, match=address):
                 output.check()
@@ -295,8 +295,8 @@ def test_refused_client_certificate_loses_no_batch(
 
 def test_untrusted_server_gets_no_events(host: Node, tmp_path: Path) -> None:
     certificates = Certificates(tmp_path)
-    with listening(host, tls=secured(certificates, mutual=False)) as source:
-        address = f"127.0.0.1:{port(source, 'tls')}"
+    with run_syslog(host, tls=make_tls_settings(certificates, mutual=False)) as source:
+        address = f"127.0.0.1:{get_port(source, 'tls')}"
         with (
             make_output(address, protocol="tls") as output,
             pytest.raises(RetryLater, match="certificate"),
@@ -310,7 +310,7 @@ def test_untrusted_server_gets_no_events(host: Node, tmp_path: Path) -> None:
             pytest.raises(RetryLater, match=r"missing\.pem: No such file"),
         ):
             output.check()
-        assert values_in(host.queue("main"), 1) == [b"<14>two"]
+        assert await_values(host.queue("main"), 1) == [b"<14>two"]
 
 
 @pytest.mark.parametrize(
