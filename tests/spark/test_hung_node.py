@@ -131,7 +131,7 @@ def test_empty_batch_is_committed(both: Nodes) -> None:
     """Spark's first batch is empty if there are no events."""
     assert make_lane(both).plan_batch("main", {}, 1) == {}
     make_lane(both).commit({}, {}, {})
-    with pytest.raises(TransportDown, match="no node that answers knows this batch"):
+    with pytest.raises(TransportDown, match="no node that answers has planned this batch"):
         make_lane(both).commit({1: ["stage"]}, {}, {})
 
 
