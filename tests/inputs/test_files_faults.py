@@ -91,7 +91,7 @@ def test_symlink_loop_does_not_affect_other_files(
     good.write_bytes(b"one\n")
     with run_input(tmp_path / "data", tmp_path / "*.log") as seen:
         assert seen.await_lines(1) == [b"one"]
-    assert "files.stat_failed" in caplog.text
+    assert f"files.stat_failed path={tmp_path}/loop.log" in caplog.text
 
 
 def test_file_deleted_while_the_queue_is_full_is_read(tmp_path: Path) -> None:
