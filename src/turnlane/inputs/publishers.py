@@ -281,7 +281,8 @@ class FireAndForgetPublisher:
                 self._owner.count(events=error.accepted)
                 block = block.slice(error.accepted)
             except RetryLater as error:
-                self._warn("input.publish_waits", error=error)
+                if self._is_warning_due():
+                    log.warning("input.publish_waits", input=self._label, error=error)
                 time.sleep(RETRY_SECONDS)
             except Never as error:
                 self._fail(error)
@@ -305,7 +306,13 @@ class FireAndForgetPublisher:
                 block = block.slice(size)
         if block.num_rows:
             self._owner.count(dropped=block.num_rows)
-            self._warn("input.events_dropped", queue=self._queue.name, events=block.num_rows)
+            if self._is_warning_due():
+                log.warning(
+                    "input.events_dropped",
+                    input=self._label,
+                    queue=self._queue.name,
+                    events=block.num_rows,
+                )
 
     def flush(self, timeout: float) -> bool:
         """Wait until all published events have reached the ack level of the input."""
@@ -326,11 +333,12 @@ class FireAndForgetPublisher:
         self.has_failed = True
         log.error("input.publish_failed", input=self._label, error=error)
 
-    def _warn(self, event: str, **fields: object) -> None:
+    def _is_warning_due(self) -> bool:
         now = time.monotonic()
-        if now >= self._next_warning:
-            self._next_warning = now + WARN_SECONDS
-            log.warning(event, exc_info=False, input=self._label, **fields)
+        if now < self._next_warning:
+            return False
+        self._next_warning = now + WARN_SECONDS
+        return True
 
 
 # ── received messages ────────────────────────────────────────────────────────────────────────────

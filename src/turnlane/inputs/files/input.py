@@ -286,7 +286,8 @@ class FilesInput(Input):
         except FileNotFoundError:
             self._active.pop(reader, None)  # the next scan finds its new name, if it has one
         except OSError as error:
-            self._scanner.warn_once("files.read_failed", reader.path, error=error)
+            if self._scanner.is_first_warning(reader.path):
+                log.warning("files.read_failed", path=reader.path, error=error)
             self.count(failed=1)
             self._close(reader)
             self._active.pop(reader, None)

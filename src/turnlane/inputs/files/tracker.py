@@ -183,7 +183,8 @@ class FileScanner:
             except (FileNotFoundError, NotADirectoryError):
                 continue  # deleted since
             except OSError as error:
-                self.warn_once("files.stat_failed", path, error=error)
+                if self.is_first_warning(path):
+                    log.warning("files.stat_failed", path=path, error=error)
                 continue
             if stat.S_ISREG(status.st_mode):
                 found.setdefault(FileKey.of(status), (path, status))
@@ -194,7 +195,8 @@ class FileScanner:
             for path in sorted(glob.iglob(pattern, recursive=True)):  # noqa: PTH207 - names
                 if path.endswith(COMPRESSED):
                     hint = "compressed files are not read"
-                    self.warn_once("files.compressed_ignored", path, hint=hint)
+                    if self.is_first_warning(path):
+                        log.warning("files.compressed_ignored", path=path, hint=hint)
                 elif not self._is_excluded(path):
                     yield path
 
@@ -205,13 +207,14 @@ class FileScanner:
             for pattern in self._settings.exclude
         )
 
-    def warn_once(self, event: str, path: str, **fields: object) -> None:
-        """Log a problem of a file, unless one was logged since :meth:`clear_warning`."""
+    def is_first_warning(self, path: str) -> bool:
+        """Whether no problem of the file was logged since :meth:`clear_warning`; counts as one."""
         if len(self._warned) > MAX_WARNED:
             self._warned.clear()
-        if path not in self._warned:
-            self._warned.add(path)
-            log.warning(event, exc_info=False, path=path, **fields)
+        if path in self._warned:
+            return False
+        self._warned.add(path)
+        return True
 
     def clear_warning(self, path: str) -> None:
         """Log the next problem of this file again, because the file can be used now."""
