@@ -183,7 +183,7 @@ class ProxyMachine(RuleBasedStateMachine):
 
     def has(self) -> int:
         """How many events the node has, as it reports to clients."""
-        return self.node.known_sequence(NAME) or 0
+        return self.node.get_known_sequence(NAME) or 0
 
     def safe(self) -> int:
         """How many events the node must have: up to the last persisted or settled one."""

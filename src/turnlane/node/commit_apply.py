@@ -72,7 +72,7 @@ Queues = Mapping[str, BufferedQueue]
 
 def get_next_sequence(queue: BufferedQueue) -> int:
     """Return the sequence number of the next event that a commit publishes to a queue."""
-    return queue.known_sequence(COMMIT_PRODUCER) or 0
+    return queue.get_known_sequence(COMMIT_PRODUCER) or 0
 
 
 # ── the events of parts ──────────────────────────────────────────────────────────────────────────

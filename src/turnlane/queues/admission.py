@@ -406,7 +406,7 @@ def sample_rows(events: int, before: int, interval: int) -> Rows:
     return np.arange(-before % interval, events, interval)
 
 
-def important_rows(block: Block, severity: int) -> Rows:
+def find_important_rows(block: Block, severity: int) -> Rows:
     """Return the events that are more important than ``severity``, or have no severity.
 
     Severities count downwards: 0 is an emergency, 7 is debug.

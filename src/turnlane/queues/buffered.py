@@ -313,7 +313,7 @@ class BufferedQueue(Queue):
         with self._state.lock:
             self._state.check_columns(schema)
 
-    def known_sequence(self, producer_id: str) -> int | None:
+    def get_known_sequence(self, producer_id: str) -> int | None:
         """Return one more than the highest number of a producer; ``None`` if there is none."""
         with self._state.lock:
             accepted = self._state.sequences.get(hash_producer_id(producer_id))
@@ -331,7 +331,7 @@ class BufferedQueue(Queue):
 
     # ── acks ────────────────────────────────────────────────────────────────────────────────────
 
-    def ack_positions(self) -> tuple[int, int]:
+    def get_ack_positions(self) -> tuple[int, int]:
         """Return the offsets below which everything is persisted, and delivered."""
         with self._state.lock:
             return self._state.acks.persisted.position, self._state.acks.delivered.position

@@ -146,7 +146,7 @@ class SpillStorage(LogStorage):
 
     def _find_safe_end(self) -> int:
         """Return how far everything is on disk or settled; freed events are neither."""
-        freed = [first for first, _ in self._host.in_flight.freed_ranges()]
+        freed = [first for first, _ in self._host.in_flight.list_freed_ranges()]
         return min([super()._find_safe_end(), *freed])
 
     # ── when and what to write ──────────────────────────────────────────────────────────────────
@@ -198,7 +198,7 @@ class SpillStorage(LogStorage):
         surplus, surplus_bytes = self._surplus()
         chosen: list[BlockRange] = []
         size = 0
-        for each in self._host.ranges_in_memory(self.store.log.end):
+        for each in self._host.list_ranges_in_memory(self.store.log.end):
             if surplus <= 0 and surplus_bytes <= size:
                 break
             if chosen and size + each.size > SPILL_BYTES:
@@ -224,4 +224,4 @@ class SpillStorage(LogStorage):
     def _count_unwritten(self) -> int:
         if not self._settings.save_on_shutdown:
             return 0
-        return sum(map(len, self._host.ranges_in_memory(self.store.log.end)))
+        return sum(map(len, self._host.list_ranges_in_memory(self.store.log.end)))

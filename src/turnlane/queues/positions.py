@@ -56,7 +56,7 @@ class Positions:
         span = (self.frontier, self.end)
         return self.end - self.frontier - self.settled.overlap(*span) - self._skipped.overlap(*span)
 
-    def next_fresh(self, limit: int) -> Span:
+    def find_next_fresh(self, limit: int) -> Span:
         """Return the next run of at most ``limit`` fresh offsets; empty if there is none."""
         first = self.frontier
         if not self.settled and not self._skipped:
@@ -252,7 +252,7 @@ class InFlight:
         ]
         return self.settling + [(place.first, place.end) for place in places]
 
-    def freed_ranges(self) -> list[Span]:
+    def list_freed_ranges(self) -> list[Span]:
         """Return the freed batches that storage does not have."""
         return [
             (batch.events.first, batch.events.end)
@@ -260,7 +260,7 @@ class InFlight:
             if batch.is_freed and batch.events.is_charged
         ]
 
-    def ranges_in_memory(self) -> Iterator[BlockRange]:
+    def list_ranges_in_memory(self) -> Iterator[BlockRange]:
         """Iterate over the ranges whose contents are in memory."""
         for batch in self._batches.values():
             if batch.state in (BatchState.IN_FLIGHT, BatchState.SETTLING) and not batch.is_freed:

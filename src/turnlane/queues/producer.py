@@ -43,7 +43,7 @@ from turnlane.queues.admission import (
     FastPathLimits,
     Rows,
     check_severities,
-    important_rows,
+    find_important_rows,
     sample_rows,
 )
 from turnlane.queues.api import AckCallback, AckLevel, FlowControl, Producer, Published
@@ -273,7 +273,7 @@ class BlockRequest(PublishRequest):
         return self._keep_rows(sample_rows(self.events, before, interval))
 
     def keep_important(self, severity: int) -> int:
-        return self._keep_rows(important_rows(self._block, severity))
+        return self._keep_rows(find_important_rows(self._block, severity))
 
     def keep_first(self, events: int) -> int:
         count = max(0, events)

@@ -263,7 +263,7 @@ class QueueState:
         returned = self.in_flight.take_returned(limit)
         if returned is not None:
             return returned
-        first, end = self.positions.next_fresh(limit)
+        first, end = self.positions.find_next_fresh(limit)
         if first >= end:
             return None
         if first < self.buffer.first:
@@ -330,11 +330,11 @@ class QueueState:
 
     # ── for storage: see StorageHost ────────────────────────────────────────────────────────────
 
-    def ranges_in_memory(self, first: int) -> list[BlockRange]:
+    def list_ranges_in_memory(self, first: int) -> list[BlockRange]:
         self.buffer.seal()
         found = [
             events.slice(max(first, events.first), events.end)
-            for events in (*self.in_flight.ranges_in_memory(), *self.buffer)
+            for events in (*self.in_flight.list_ranges_in_memory(), *self.buffer)
             if events.is_charged and events.end > first
         ]
         return sorted(found, key=lambda events: events.first)
@@ -384,7 +384,7 @@ class QueueState:
     def drop_unstored(self, first: int) -> list[Span]:
         spans = self.positions.find_unsettled(first, self.positions.end)
         if not self.storage.charges_stored:
-            spans += self.in_flight.freed_ranges()
+            spans += self.in_flight.list_freed_ranges()
         for span in spans:
             self.totals.add(Outcome.CLOSED, self.positions.settle(*span))
         return spans

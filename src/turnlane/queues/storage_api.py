@@ -73,7 +73,7 @@ class StorageHost(Protocol):
     sequences: dict[bytes, AcceptedSequences]
     """The accepted sequence numbers by the key of the producer."""
 
-    def ranges_in_memory(self, first: int) -> list[BlockRange]:
+    def list_ranges_in_memory(self, first: int) -> list[BlockRange]:
         """Return copies of the charged ranges from ``first`` on, oldest first.
 
         They are buffered, given back, or in flight; all have their contents.

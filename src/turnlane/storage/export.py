@@ -133,7 +133,7 @@ class ExportFormat(enum.StrEnum):
     PARQUET = "parquet"
 
 
-class ExportResult(NamedTuple):
+class ExportSummary(NamedTuple):
     """The result of an export."""
 
     events: int
@@ -153,7 +153,7 @@ def export_to_file(
     *,
     force: bool = False,
     advance: Callable[[int], None] = ignore_progress,
-) -> ExportResult:
+) -> ExportSummary:
     """Write the selection to ``target``; an existing file is replaced only with ``force``."""
     with _open_replacement(target, force=force) as file:
         return export(queue, selection, file, kind, advance=advance)
@@ -166,7 +166,7 @@ def export(
     kind: ExportFormat,
     *,
     advance: Callable[[int], None] = ignore_progress,
-) -> ExportResult:
+) -> ExportSummary:
     """Write the selection to an open file."""
     events = 0
     try:
@@ -181,7 +181,7 @@ def export(
         writer.close()
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise ExportRefused(f"cannot be written as {kind}: {error}; try --format jsonl") from error
-    return ExportResult(events, queue.unreadable(selection))
+    return ExportSummary(events, queue.unreadable(selection))
 
 
 class _JsonLinesWriter:

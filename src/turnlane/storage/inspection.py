@@ -80,7 +80,7 @@ class QueueInspection:
         """The process that has the queue open, if there is one."""
         self.segments = list_segment_files(path, self.disk, self.queue_id)
         self.state = self.journal()
-        self.settled = self.settled_by(self.state)
+        self.settled = self.find_settled(self.state)
         self._read = RangeSet()
         """The offsets of all frames that the last ``slices()`` came across."""
 
@@ -94,7 +94,7 @@ class QueueInspection:
             return state.low
         return next((segment.first for segment in self.segments if not segment.foreign), 0)
 
-    def settled_by(self, state: JournalState) -> RangeSet:
+    def find_settled(self, state: JournalState) -> RangeSet:
         """Return all offsets that are settled by this state."""
         return RangeSet([(0, self.low(state)), *state.settled])
 
@@ -164,7 +164,7 @@ class QueueInspection:
 
         Only as far as it read. Events that a running queue has settled since then do not count.
         """
-        settled = self.settled_by(self.journal())
+        settled = self.find_settled(self.journal())
         known = self._read.end
         if self.state.position and self.running is None:
             known = max(known, self.state.position.end)

@@ -80,7 +80,7 @@ def compute_account(queue: QueueInspection) -> QueueAccount:
             present.add(item.first, item.end)
     # Read after the log: a segment that was deleted since then is settled in here.
     state = queue.journal()
-    settled = queue.settled_by(state)
+    settled = queue.find_settled(state)
     written = max(present.end, state.position.end if state.position else 0)
     end = max(written, state.floor)
     pending = sum(_count_unsettled(settled, first, stop) for first, stop in present)
@@ -351,7 +351,7 @@ class Verification:
         damages, tail = self._walk(advance)
         # Read after the log: a segment that was deleted since then is settled in here.
         self._state = queue.journal()
-        self._accounted = queue.settled_by(self._state)
+        self._accounted = queue.find_settled(self._state)
         for first, end in self._present:
             report.pending += end - first - self._accounted.overlap(first, end)
             self._accounted.add(first, end)

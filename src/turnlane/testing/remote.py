@@ -78,7 +78,7 @@ class LoopbackConnection:
             self._producer = far_queue.producer(producer_id=producer_id, gaps=GapPolicy.FORGET)
         except QueueClosed as error:
             raise TransportDown(f"queue {far_queue.name!r} is closed") from error
-        self.resume_at = far_queue.known_sequence(producer_id) or 0
+        self.resume_at = far_queue.get_known_sequence(producer_id) or 0
         self.durability = far_queue.durability
         sequences.add(self.resume_at)
 
@@ -134,7 +134,7 @@ class _SequenceOffsets:
 
     def get_progress(self) -> NodeProgress:
         """Return the progress of the far queue, never too much: the offsets are upper bounds."""
-        positions = self._far_queue.ack_positions()
+        positions = self._far_queue.get_ack_positions()
         with self._lock:
             persisted, delivered = (bisect_right(self._offsets, each) - 1 for each in positions)
             sequences = self._sequences

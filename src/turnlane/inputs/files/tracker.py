@@ -312,7 +312,7 @@ class FileTracker:
 
     def _find_position(self, saved: SavedFile) -> int:
         """Return where to continue: as the queue says, or as saved if the queue does not know."""
-        known = self._queue.known_sequence(saved.id)
+        known = self._queue.get_known_sequence(saved.id)
         if known is None:
             return saved.offset
         is_durable = self._queue.settings.kind is Kind.DISK
@@ -349,11 +349,11 @@ class FileTracker:
         known: str | None = None
         if reader.ask_queue and queue.has_numbered_producers:
             ids = (f"{base}/{generation}" for generation in reversed(range(MAX_GENERATIONS)))
-            known = next((each for each in ids if queue.known_sequence(each) is not None), None)
+            known = next((each for each in ids if queue.get_known_sequence(each) is not None), None)
         reader.ask_queue = False
         reader.head = head
         generation = 0
-        while known is None and queue.known_sequence(f"{base}/{generation}") is not None:
+        while known is None and queue.get_known_sequence(f"{base}/{generation}") is not None:
             generation += 1
         reader.id = known or f"{base}/{generation}"
         if known is not None:

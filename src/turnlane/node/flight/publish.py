@@ -123,7 +123,7 @@ class SequenceMap:
         """Return the progress in sequence numbers of the producer."""
         positions = None
         # Repeated until no watermark moves between reading the positions and setting _wake_at.
-        while positions != (positions := self.queue.ack_positions()):
+        while positions != (positions := self.queue.get_ack_positions()):
             persisted, delivered = positions
             with self._lock:
                 progress = NodeProgress(
@@ -263,7 +263,7 @@ class PublishStream:
                 if sequences.leave in (leave, None):
                     sequences.leave = self._leave_to_newer
                     if self._name is not None:
-                        self._next = self._queue.known_sequence(self._name) or 0
+                        self._next = self._queue.get_known_sequence(self._name) or 0
                     self._highest = self._next
                     sequences.record(self._next)
                     return
