@@ -49,7 +49,7 @@ def read_number(value: bytes) -> int | None:
 
 
 def open_queue(path: Path) -> turnlane.Queue:
-    """Open the queue that both processes use; short sync intervals make the kill hit one."""
+    """Open the queue of both processes. It syncs often: the kill comes between two syncs."""
     return turnlane.open_queue(
         kind="disk",
         path=path,
