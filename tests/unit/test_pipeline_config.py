@@ -184,8 +184,10 @@ QUEUE = "type: queue, endpoint: 'turnlane://a:1', queue: q, producer: shop"
         ),
         (
             f"{{name: a, queue: disk, delivery: {{mode: try_direct}}, output: {{{SQL}}}}}",
-            "output.exactly_once: identifies events by their queue and offset, "
-            "and with delivery.mode try_direct",
+            (
+                "output.exactly_once: identifies events by their queue and offset, "
+                "and with delivery.mode try_direct"
+            ),
         ),
         (f"{{name: a, queue: disk, output: {{{QUEUE}}}}}", "output.producer: lets the other node"),
         (
@@ -194,8 +196,10 @@ QUEUE = "type: queue, endpoint: 'turnlane://a:1', queue: q, producer: shop"
         ),
         (
             f"{{name: a, queue: disk, delivery: {{failover: {{output: {{{QUEUE}}}}}}}, {FILE}}}",
-            "delivery.failover.output.producer: "
-            "lets the other node drop events that come out of order",
+            (
+                "delivery.failover.output.producer: "
+                "lets the other node drop events that come out of order"
+            ),
         ),
         (
             f"{{name: a, delivery: {{failover: {{output: {{{SQL}}}}}}}, {FILE}}}",
