@@ -248,3 +248,17 @@ TestProxy = ProxyMachine.TestCase
 TestProxy.settings = settings(
     max_examples=60 if IN_CI else 10, stateful_step_count=40, deadline=None
 )
+
+
+def test_event_held_and_newer_one_given_back_when_node_dies_come_in_order() -> None:
+    machine = ProxyMachine()
+    machine.start(interval="1h")
+    try:
+        machine.publish(level=PERSISTED, count=2)
+        machine.get(limit=1)
+        machine.get(limit=1)
+        machine.release(which=1)
+        machine.kill_node()
+        machine.drain()
+    finally:
+        machine.teardown()

@@ -207,7 +207,7 @@ class InFlight:
         self._positions = positions
         self._batches: dict[int, BufferedBatch] = {}
         self._returned: list[BlockRange] = []
-        """Ranges that were given back, oldest first; they are handed out before fresh events."""
+        """Ranges that were given back, oldest first; they are handed out before newer events."""
         self.settling: list[Span] = []
         """The ranges that are being settled by offset at this moment."""
 
@@ -237,9 +237,12 @@ class InFlight:
         for span in self._positions.find_unsettled(events.first, events.end):
             insort(self._returned, events.slice(*span), key=lambda each: each.first)
 
-    def take_returned(self, limit: int) -> BlockRange | None:
-        """Take the oldest events that were given back, at most ``limit``."""
-        if not self._returned:
+    def take_returned(self, limit: int, before: int | None) -> BlockRange | None:
+        """Take the oldest events that were given back, at most ``limit``.
+
+        With ``before``, only if they are older than this offset.
+        """
+        if not self._returned or (before is not None and before < self._returned[0].first):
             return None
         if len(self._returned[0]) > limit:
             return self._returned[0].cut_head(limit)

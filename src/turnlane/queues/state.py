@@ -259,11 +259,15 @@ class QueueState:
         return self.in_flight.returned_events + self.positions.fresh
 
     def take_next(self, limit: int) -> BlockRange | None:
-        """Take the next range of at most ``limit`` events: returned ranges come first."""
-        returned = self.in_flight.take_returned(limit)
+        """Take the next range of at most ``limit`` events: the oldest that nobody holds.
+
+        Returned ranges are older than fresh events. Only after a restart may older events, which
+        were in flight before it, be fresh again.
+        """
+        first, end = self.positions.find_next_fresh(limit)
+        returned = self.in_flight.take_returned(limit, before=first if first < end else None)
         if returned is not None:
             return returned
-        first, end = self.positions.find_next_fresh(limit)
         if first >= end:
             return None
         if first < self.buffer.first:
