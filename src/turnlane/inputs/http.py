@@ -23,6 +23,7 @@ from turnlane.inputs.api import Counters, Host, Input, InputSettings
 from turnlane.inputs.publishers import THREADS, RequestPublisher, RequestSettings
 from turnlane.serving.address import normalize_host
 from turnlane.serving.auth import Authority, Right, parse_bearer
+from turnlane.serving.browsers import BrowserGuard
 from turnlane.serving.http_body import PROBLEM_HANDLERS, build_problem, get_status, read_body
 from turnlane.serving.http_server import ThreadLimiterByQueue, WebServer, WebSettings
 
@@ -47,6 +48,7 @@ class WebInput(Input):
         self.publisher = RequestPublisher(host, settings)
         self._threads = ThreadLimiterByQueue(THREADS)
         self._authority = Authority(settings.tokens)
+        self._guard = BrowserGuard(self._authority, settings.listen)
 
     @property
     def counters(self) -> Counters:
@@ -86,7 +88,11 @@ class WebInput(Input):
     # ── requests ────────────────────────────────────────────────────────────────────────────────
 
     def authorize(self, request: Request, queue: str) -> None:
-        """Raise ``NotAllowed`` unless the request's token allows it to publish."""
+        """Raise ``NotAllowed`` unless the request's token allows it to publish.
+
+        Without tokens only web pages are refused.
+        """
+        self._guard.check(request.headers)
         self._authority.check(self.get_token(request), Right.PUBLISH, queue)
 
     def get_token(self, request: Request) -> str | None:

@@ -1,27 +1,19 @@
-"""The HTTP plane: the endpoints that curl, probes and Prometheus use, behind one server.
-
-A node without tokens is protected from web pages: a page that a user opens can send requests from
-the user's machine, also to a node that listens only there. Browsers say on behalf of which page
-they send a request, and this alone distinguishes it from a request of curl.
-"""
+"""The HTTP plane: the endpoints that curl, probes and Prometheus use, behind one server."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, Final, NotRequired, Self
-from urllib.parse import urlsplit
+from typing import Any, NotRequired, Self
 
 from prometheus_client import CollectorRegistry, generate_latest
 from pydantic import with_config
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from typing_extensions import TypedDict
 
-from turnlane.errors import NotAllowed
 from turnlane.node.http.admin import AdminRoutes
 from turnlane.node.http.consume import ConsumeRoutes
 from turnlane.node.http.events import STRICT
@@ -46,11 +38,9 @@ from turnlane.node.tables import Tables
 from turnlane.runtime import Closeable
 from turnlane.serving.address import Address
 from turnlane.serving.auth import Authority, Right
+from turnlane.serving.browsers import BrowserGuard
 from turnlane.serving.http_body import PROBLEM_HANDLERS, RETRY_AFTER
 from turnlane.serving.http_server import WebServer, WebSettings
-
-_FOREIGN: Final = frozenset({"cross-site", "same-site"})
-"""Values of ``Sec-Fetch-Site`` in requests of pages that are not the node's own."""
 
 _Answering = Callable[[Request], Awaitable[Response]]
 
@@ -235,35 +225,3 @@ def _make_app(context: RequestContext, parts: Iterable[object], guard: BrowserGu
     app = Starlette(routes=routes, exception_handlers=PROBLEM_HANDLERS)
     app.router.redirect_slashes = False
     return app
-
-
-class BrowserGuard:
-    """Refuses requests of foreign web pages if the node has no tokens."""
-
-    def __init__(self, authority: Authority, address: Address) -> None:
-        self._is_open = not authority.has_tokens
-        self._is_local = address.is_loopback
-
-    def check(self, headers: Headers) -> None:
-        """Raise ``NotAllowed`` for a request that a page of another site has sent."""
-        if not self._is_open:
-            return
-        origin, host = headers.get("origin"), headers.get("host")
-        is_foreign = origin is not None and urlsplit(origin).netloc != host
-        if is_foreign or headers.get("sec-fetch-site") in _FOREIGN:
-            raise _make_refusal("pages of other sites may not use a node without tokens")
-        # The owner of a page can make the name of its site resolve to this machine.
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            name = ""
-        if self._is_local and host is not None and not Address(name, 0).is_loopback:
-            raise _make_refusal(
-                f"{host[:80]!r} is not a loopback name; use localhost, or configure tokens"
-            )
-
-
-def _make_refusal(message: str) -> NotAllowed:
-    error = NotAllowed(message)
-    error.known = True  # answered with 403: a token would not help
-    return error
