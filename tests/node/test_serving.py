@@ -38,13 +38,8 @@ from turnlane.errors import (
     StorageFailed,
 )
 from turnlane.serving.auth import TlsSettings
-from turnlane.serving.http_body import (
-    PROBLEM_HANDLERS,
-    BodyTooLarge,
-    build_problem,
-    decompress,
-    read_body,
-)
+from turnlane.serving.http_body import BodyTooLarge, decompress, read_body
+from turnlane.serving.http_problems import PROBLEM_HANDLERS, build_problem
 from turnlane.serving.http_server import UVICORN_INTERNALS, WebServer, WebSettings
 
 # ── TLS ─────────────────────────────────────────────────────────────────────────────────────────

@@ -25,7 +25,7 @@ from turnlane.formats.lines import build_event_block, build_headers
 from turnlane.inputs.api import InputSettings
 from turnlane.inputs.http import WebInput, WebInputSettings, get_source
 from turnlane.serving.auth import parse_bearer
-from turnlane.serving.http_body import build_problem
+from turnlane.serving.http_problems import build_problem
 
 # ── the bulk format ──────────────────────────────────────────────────────────────────────────────
 

@@ -24,7 +24,8 @@ from turnlane.inputs.publishers import THREADS, RequestPublisher, RequestSetting
 from turnlane.serving.address import normalize_host
 from turnlane.serving.auth import Authority, Right, parse_bearer
 from turnlane.serving.browsers import BrowserGuard
-from turnlane.serving.http_body import PROBLEM_HANDLERS, build_problem, get_status, read_body
+from turnlane.serving.http_body import read_body
+from turnlane.serving.http_problems import PROBLEM_HANDLERS, build_problem, get_status
 from turnlane.serving.http_server import ThreadLimiterByQueue, WebServer, WebSettings
 
 Result = TypeVar("Result")

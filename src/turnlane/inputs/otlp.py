@@ -28,7 +28,7 @@ from turnlane.formats.otlp import (
 from turnlane.inputs.api import InputSettings
 from turnlane.inputs.http import WebInput, WebInputSettings, get_source
 from turnlane.inputs.publishers import RequestPublisher
-from turnlane.serving.http_body import build_problem
+from turnlane.serving.http_problems import build_problem
 
 
 class AcceptedExport(NamedTuple):

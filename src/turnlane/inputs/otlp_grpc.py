@@ -25,7 +25,7 @@ from turnlane.inputs.publishers import THREADS, RequestPublisher, RequestSetting
 from turnlane.runtime import PeriodicThread
 from turnlane.serving.address import ConnectionWatch, normalize_host
 from turnlane.serving.auth import Authority, Right, TlsSettings, parse_bearer
-from turnlane.serving.http_body import get_retry_after, get_status
+from turnlane.serving.http_problems import get_retry_after, get_status
 from turnlane.units import Duration, Size
 
 try:

@@ -1,4 +1,4 @@
-"""Where every event of a queue is: fresh, in flight, given back, or settled.
+"""Where every event of a queue is: unread, in flight, released, or settled.
 
 :class:`Positions` knows which offsets were read and settled. :class:`InFlight` has the batches that
 consumers hold, and the ranges that they gave back. A batch keeps the room of its events until they

@@ -39,7 +39,7 @@ from turnlane.runtime import Closeable
 from turnlane.serving.address import Address
 from turnlane.serving.auth import Authority, Right
 from turnlane.serving.browsers import BrowserGuard
-from turnlane.serving.http_body import PROBLEM_HANDLERS, RETRY_AFTER
+from turnlane.serving.http_problems import PROBLEM_HANDLERS, RETRY_AFTER
 from turnlane.serving.http_server import WebServer, WebSettings
 
 _Answering = Callable[[Request], Awaitable[Response]]

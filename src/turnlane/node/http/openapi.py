@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from turnlane.node.http.request import Answer, Endpoint, Header, Scope
-from turnlane.serving.http_body import PROBLEM_TYPE, ProblemJson
+from turnlane.serving.http_problems import PROBLEM_TYPE, ProblemJson
 
 Json = dict[str, Any]
 
