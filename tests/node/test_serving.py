@@ -12,9 +12,11 @@ import tracemalloc
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import google_crc32c
 import httpx
+import pyarrow as pa
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -363,22 +365,88 @@ def test_gzip_and_deflate_bodies_are_unpacked() -> None:
                 assert (answer.status_code, answer.text) == (200, "6000")
 
 
+def pack(name: Literal["snappy", "zstd"], body: bytes) -> bytes:
+    packed: bytes = pa.Codec(name).compress(body, asbytes=True)
+    return packed
+
+
+def frame_snappy(*chunks: bytes) -> bytes:
+    """Return chunks in snappy's framing format, the first one uncompressed."""
+    framed = b"\xff\x06\x00\x00sNaPpY\xfe\x02\x00\x00\x00\x00"  # the name, and padding
+    for number, chunk in enumerate(chunks):
+        checksum = google_crc32c.value(chunk)
+        masked = ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
+        data = masked.to_bytes(4, "little") + (pack("snappy", chunk) if number else chunk)
+        framed += bytes([0 if number else 1]) + len(data).to_bytes(3, "little") + data
+    return framed
+
+
+TEXT = b"some text, and more of it " * 5000
+FRAMED = frame_snappy(TEXT[:60_000], TEXT[60_000:])
+
+
 @pytest.mark.parametrize(
-    "body",
-    [b"junk", gzip.compress(b"x" * 5000)[:-9], b"\x1f\x8b"],
-    ids=["junk", "cut short", "cut in its head"],
+    ("encoding", "body"),
+    [
+        ("zstd", pack("zstd", TEXT)),
+        ("ZSTD", pack("zstd", TEXT[:9]) + pack("zstd", TEXT[9:])),
+        ("snappy", pack("snappy", TEXT)),
+        ("snappy", FRAMED),
+        ("x-snappy-framed", FRAMED),
+        ("gzip, deflate", zlib.compress(gzip.compress(TEXT))),
+        ("identity, zstd,, gzip", gzip.compress(pack("zstd", TEXT))),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_body_with_a_wrong_encoding_is_a_bad_request(body: bytes) -> None:
+def test_body_in_any_supported_encoding_is_unpacked(encoding: str, body: bytes) -> None:
     with serve_app() as server:
-        answer = httpx.post(server.url, content=body, headers={"content-encoding": "gzip"})
+        answer = httpx.post(server.url, content=body, headers={"content-encoding": encoding})
+        assert (answer.status_code, answer.text) == (200, str(len(TEXT)))
+        if ", " in encoding:
+            headers = [("content-encoding", each) for each in encoding.split(", ")]
+            assert httpx.post(server.url, content=body, headers=headers).text == answer.text
+
+
+def test_snappy_of_another_library_is_unpacked() -> None:
+    """A block that is written by hand, from the description of the format."""
+    block = b"\x0a\x00a\x22\x01\x00"  # ten bytes: "a", then nine copied from one byte before
+    assert decompress(block, 100, ["snappy"]) == b"a" * 10
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        ("gzip", b"junk"),
+        ("gzip", gzip.compress(TEXT)[:-9]),
+        ("gzip", b"\x1f\x8b"),
+        ("zstd", b"junk"),
+        ("zstd", pack("zstd", TEXT)[:-3]),
+        ("zstd", pack("zstd", TEXT) + b"junk"),
+        ("snappy", b"junk"),
+        ("snappy", b"\xff" * 20),
+        ("snappy", pack("snappy", TEXT)[:-3]),
+        ("snappy", FRAMED[:-3]),
+        ("snappy", FRAMED.replace(b"some text", b"same text", 1)),
+        ("snappy", FRAMED + b"\x02\x00\x00\x00"),
+        ("snappy", FRAMED + b"\x00\x01\x00\x00x"),
+        ("x-snappy-framed", pack("snappy", TEXT)),
+        ("gzip, deflate", gzip.compress(TEXT)),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_body_with_a_wrong_encoding_is_a_bad_request(encoding: str, body: bytes) -> None:
+    with serve_app() as server:
+        answer = httpx.post(server.url, content=body, headers={"content-encoding": encoding})
         assert answer.status_code == 400
         assert answer.headers["content-type"] == "application/problem+json"
 
 
-def test_unknown_encoding_is_unsupported() -> None:
+@pytest.mark.parametrize("encoding", ["br", "gzip, br", "gzip;q=1", ", ".join(["gzip"] * 4)])
+def test_unknown_encoding_is_unsupported(encoding: str) -> None:
     with serve_app() as server:
-        answer = httpx.post(server.url, content=b"", headers={"content-encoding": "br"})
+        answer = httpx.post(server.url, content=b"", headers={"content-encoding": encoding})
         assert answer.status_code == 415
+        assert "zstd" in answer.headers["accept-encoding"]
 
 
 def test_body_over_the_limit_is_refused() -> None:
@@ -402,14 +470,18 @@ def test_body_over_the_limit_is_refused() -> None:
             assert wait_until_closed(sock)
 
 
-def test_gzip_bomb_is_refused_without_unpacking_it() -> None:
-    bomb = gzip.compress(bytes(64 * 2**20), 1)
+def test_compression_bomb_is_refused_without_unpacking_it() -> None:
+    zeros = bytes(64 * 2**20)
+    bomb = gzip.compress(zeros, 1)
     nested = gzip.compress(b"") * 50_000
+    bombs = [("gzip", bomb), ("gzip", nested)]
+    bombs += [("zstd", pack("zstd", zeros)), ("snappy", pack("snappy", zeros))]
+    bombs += [("snappy", frame_snappy(*[zeros[: 2**16]] * 1024))]
     tracemalloc.start()
     try:
-        for body in (bomb, nested):
+        for encoding, body in bombs:
             with pytest.raises(BodyTooLarge):
-                decompress(body, 2**20)
+                decompress(body, 2**20, [encoding])
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

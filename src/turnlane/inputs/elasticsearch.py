@@ -218,7 +218,7 @@ class ElasticsearchInput(WebInput):
 
     def build_refusal(self, _request: Request, error: Exception) -> Response:
         problem = build_problem(error)
-        names = ("retry-after", "www-authenticate", "connection", "allow")
+        names = ("retry-after", "www-authenticate", "connection", "allow", "accept-encoding")
         headers = {name: problem.headers[name] for name in names if name in problem.headers}
         reason = str(error.detail) if isinstance(error, HTTPException) else str(error)
         return _reply(_build_failure(problem.status_code, reason), problem.status_code, headers)

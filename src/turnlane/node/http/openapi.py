@@ -37,7 +37,7 @@ _ERRORS: Final = {
     409: "There is a queue of this name with other settings; or too many of a producer's numbers "
     "are missing.",
     413: "An event, or the request, is larger than can ever be taken.",
-    415: "The body's encoding is not known; use gzip, deflate or none.",
+    415: "The body's encoding is not known; use gzip, deflate, zstd, snappy or none.",
     429: "The queue is full. Nothing was taken; try again later.",
     503: "The disk is failing, the node is closing, or an ack did not come in time. Try later.",
 }

@@ -191,8 +191,9 @@ class PublishRoutes:
                 "*/*": Any,
             },
             required=False,
-            description="May be compressed: `Content-Encoding: gzip` or `deflate`. A body that is "
-            "neither JSON nor JSON lines is the value of one event, even if it is empty.",
+            description="May be compressed: `Content-Encoding: gzip`, `deflate`, `zstd` or "
+            "`snappy`. A body that is neither JSON nor JSON lines is the value of one event, even "
+            "if it is empty.",
         ),
         answers={200: Answer("The events have come as far as asked.", PublishedJson)},
         own_errors=(409, 429),
