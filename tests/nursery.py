@@ -22,6 +22,7 @@ NEEDED = (
     "tests.inputs.files_victim",
     "tests.node.lane",
     "tests.nursery",
+    "tests.recovery.drop_victim",
     "tests.recovery.victim",
     "turnlane.cli.app",
 )

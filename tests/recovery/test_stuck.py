@@ -452,7 +452,7 @@ def test_writer_is_idle_until_the_next_housekeeping(
 ) -> None:
     """The writer records dropped events once a second and does not poll."""
     rounds = count_rounds(monkeypatch, "disk")
-    knobs = {"size": 1, "full_behavior": "drop_newest", "durability": "always"}
+    knobs = {"size": 1, "full_behavior": "drop_newest"}
     queue = opener.stored("disk", tmp_path / "queue", disk=disk, **knobs)
     publish(queue, [b"000"])
     before = len(rounds)

@@ -116,8 +116,7 @@ class Admission:
     """The bounds, the waiting line and the policies of one queue.
 
     ``evict(events)`` drops that many of the oldest unread events and says whether there were any;
-    ``count_drops(outcome, events)`` counts events that never got in; ``on_full()`` tells storage
-    and consumers, and returns whether storage makes room.
+    ``on_full()`` tells storage and consumers, and returns whether storage makes room.
     """
 
     def __init__(
@@ -126,13 +125,11 @@ class Admission:
         lock: threading.Lock,
         *,
         evict: Callable[[int], bool],
-        count_drops: Callable[[Outcome, int], None],
         on_full: Callable[[], bool],
     ) -> None:
         self._settings = settings
         self._lock = lock
         self._evict = evict
-        self._count_drops = count_drops
         self._on_full = on_full
         self.max_events = UNBOUNDED if settings.size is None else settings.size
         self.max_bytes = UNBOUNDED if settings.max_bytes is None else settings.max_bytes
@@ -164,6 +161,13 @@ class Admission:
     def blocks(self) -> bool:
         """Whether publishers wait when the queue is full, and nothing is dropped."""
         return self._settings.full_behavior is FullBehavior.BLOCK
+
+    @property
+    def can_drop(self) -> bool:
+        """Whether a policy may drop events that publishers have to be told of."""
+        settings = self._settings
+        is_sampling = settings.sampling_interval > 1
+        return not self.blocks or is_sampling or settings.discard_severity is not None
 
     # The fast path
 
@@ -388,9 +392,10 @@ class Admission:
                     break
         if not self.fits(request.events, request.size):
             room = 0 if self.is_held else max(0, self.max_events - self.events)
-            self._count_drops(Outcome.NEWEST, request.keep_first(room))
-        if not self.fits(request.events, request.size):
-            self._count_drops(Outcome.NEWEST, request.keep_first(0))
+            dropped = request.keep_first(room)
+            if not self.fits(request.events, request.size):
+                dropped += request.keep_first(0)
+            request.dropped_by_policy[Outcome.NEWEST] = dropped
         if request.events:
             request.enter()
         else:

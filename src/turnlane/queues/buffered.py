@@ -262,6 +262,11 @@ class BufferedQueue(Queue):
         return self._state.admission.blocks
 
     @property
+    def can_drop(self) -> bool:
+        """Whether a policy may drop events that publishers have to be told of."""
+        return self._state.admission.can_drop
+
+    @property
     def max_events(self) -> int:
         """The most events that the queue holds; a very large number if there is no bound."""
         return self._state.admission.max_events

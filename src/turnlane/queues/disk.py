@@ -83,7 +83,7 @@ class WriteJob:
     ranges: Sequence[BlockRange]
     sync: bool
     tidy: bool
-    """Whether to sync the journal, record drops and remove segments as well."""
+    """Whether to sync the journal and remove segments as well."""
     before: Callable[[], None] | None = None
     """Called first, without the lock."""
     retire: bool = False
@@ -120,6 +120,9 @@ class LogStorage(Storage):
         """The end of the oldest segment that may be removed."""
         self._drops: Counter[Outcome] = Counter()
         """Events that policies dropped and the journal does not count yet."""
+        self._recording_drops = threading.Lock()
+        """Held while drops are recorded, so that no drop is counted twice. It is taken before the
+        lock of the queue."""
         self._has_unsynced_acks = False
         self._flushes = 0
         self._fetching = threading.Lock()
@@ -198,6 +201,7 @@ class LogStorage(Storage):
                 is_last = self._is_stopping
             if job.before is not None:
                 job.before()
+            self._record_drops()  # first: the journal has room even if the disk is full
             self.store.commit(job.ranges, sync=job.sync)
             self._flushes += bool(job.ranges)
             self.store.record_position(self._host.admission.bytes)
@@ -271,7 +275,6 @@ class LogStorage(Storage):
         try:
             if retire:
                 self.store.log.close_active_segment()
-            self._record_drops()
             self._sync_acks()
             self._remove_settled_segments()
             self._tidied_at = time.monotonic()
@@ -284,22 +287,20 @@ class LogStorage(Storage):
             self._update_oldest_segment()
 
     def _record_drops(self) -> None:
-        with self._host.lock:
-            drops = self._drops.copy()
-        for outcome, events in drops.items():
-            self.store.journal.record_dropped(outcome, events)
+        with self._recording_drops:
             with self._host.lock:
-                self._drops -= Counter({outcome: events})
+                drops = self._drops.copy()
+            for outcome, events in drops.items():
+                self.store.journal.record_dropped(outcome, events)
+                with self._host.lock:
+                    self._drops -= Counter({outcome: events})
+                    self._has_unsynced_acks = True
 
     def _sync_acks(self) -> None:
         with self._host.lock:
             is_needed, self._has_unsynced_acks = self._has_unsynced_acks, False
         if is_needed and self.durability is not Durability.NEVER:
-            try:
-                self.store.journal.sync()
-            except OSError:
-                self._has_unsynced_acks = True
-                raise
+            self._sync_journal()
 
     def _remove_settled_segments(self) -> bool:
         with self._host.lock:
@@ -335,9 +336,9 @@ class LogStorage(Storage):
             self._work.notify()
 
     def on_refused(self, outcome: Outcome, events: int) -> None:
-        self._drops[outcome] += events
-        if self.wants_next_event:
+        if not self._drops:
             self._work.notify()
+        self._drops[outcome] += events
 
     # ── acks ────────────────────────────────────────────────────────────────────────────────────
 
@@ -368,11 +369,20 @@ class LogStorage(Storage):
         if now:
             self._sync_acks()
         elif self.durability is Durability.ALWAYS:
-            try:
-                self.store.journal.sync()
-            except OSError:
-                self._has_unsynced_acks = True  # the writer tries again
-                raise
+            self._sync_journal()
+
+    def keep_drops(self, *, now: bool) -> None:
+        if now or self.durability is Durability.ALWAYS:
+            self._record_drops()
+            if self.durability is not Durability.NEVER:
+                self._sync_journal()
+
+    def _sync_journal(self) -> None:
+        try:
+            self.store.journal.sync()
+        except OSError:
+            self._has_unsynced_acks = True  # the writer tries again
+            raise
 
     def give_back(self, returned: BlockRange) -> None:
         try:

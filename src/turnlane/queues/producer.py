@@ -93,6 +93,8 @@ class PublishRequest(abc.ABC):
         """Once the request is inside: waits for the level of the producer, if needed."""
         self.dropped_by_policy: dict[Outcome, int] = {}
         """Events that policies dropped and the ledger does not count yet."""
+        self.has_drops = False
+        """Whether the ledger counts drops of this request."""
 
     @property
     def is_repeat(self) -> bool:
@@ -135,6 +137,7 @@ class PublishRequest(abc.ABC):
     def _count_policy_drops(self) -> None:
         for outcome, events in self.dropped_by_policy.items():
             self.producer.state.count_drops(outcome, events)
+            self.has_drops = self.has_drops or events > 0
         self.dropped_by_policy.clear()
 
 
@@ -520,9 +523,9 @@ class BufferedProducer(Producer):
             waiting = self._admission.admit(request, flow, deadline, blocking=blocking)
         if waiting is not None:
             self._admission.wait_in_line(waiting, deadline)
-        if state.has_unsynced_drops:
+        if request.has_drops or state.has_unsynced_drops:
             state.has_unsynced_drops = False
-            state.sync_drops()
+            state.keep_drops(now=self._waits)
 
     def _check_request(self, request: PublishRequest) -> None:
         self._admission.check_open()

@@ -79,7 +79,6 @@ class QueueState:
             settings,
             self.lock,
             evict=self.evict,
-            count_drops=self.count_drops,
             on_full=self._on_full,
         )
         self.buffer = Buffer(self.positions.end, storage.on_sealed)
@@ -243,12 +242,15 @@ class QueueState:
             return None
         return buffer.take(oldest.first, min(oldest.end, oldest.first + events))
 
-    def sync_drops(self) -> None:
-        """Sync the drops of oldest events, if the durability demands it. Not under the lock."""
+    def keep_drops(self, *, now: bool) -> None:
+        """Make drops durable before their publisher is told of them. Not under the lock.
+
+        Only if the durability demands it, or if the publisher waits until events are durable.
+        """
         try:
-            self.storage.sync_settled()
+            self.storage.keep_drops(now=now)
         except OSError as error:
-            # No publisher was promised anything about them: the writer tries again.
+            # The events are gone, and their publisher has to know: the writer tries again.
             log.warning("queue.drops_not_synced", queue=self.settings.name, error=error)
 
     # ── consuming ───────────────────────────────────────────────────────────────────────────────

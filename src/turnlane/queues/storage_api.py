@@ -197,6 +197,12 @@ class Storage(abc.ABC):
     def sync_settled(self, *, now: bool = False) -> None:  # noqa: B027
         """Sync the records if durability is ``always``, or if ``now``. Raises ``OSError``."""
 
+    def keep_drops(self, *, now: bool) -> None:  # noqa: B027
+        """Make all drops so far durable if durability is ``always``, or if ``now``.
+
+        Raises ``OSError``. Not under the lock.
+        """
+
     def give_back(self, returned: BlockRange) -> None:  # noqa: B027
         """Record that a consumer gave a range back."""
 

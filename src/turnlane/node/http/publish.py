@@ -65,7 +65,8 @@ LONGEST_TIMEOUT: Final = 60.0
 LONGEST_ID: Final = 256
 
 THREADS: Final = 64
-"""The most concurrent requests of a queue that wait for room or have sequence numbers."""
+"""The most concurrent requests of a queue that wait for room, have sequence numbers, or go to a
+queue that may drop their events."""
 
 _LOOK_AGAIN: Final = 1.0
 """Seconds after which a waiting request checks that its queue is still open."""
@@ -244,8 +245,8 @@ class PublishRoutes:
             )
         deadline = time.monotonic() + timeout
         threads = self._threads.of(queue.name)
-        # A queue that may drop older events journals the drop at once, so it needs a thread too.
-        if numbered is not None or not queue.blocks_when_full:
+        # A queue that may drop events journals the drop before the answer: it needs a thread too.
+        if numbered is not None or queue.can_drop:
             if threads.is_exhausted:
                 raise TransportDown("the queue has too many such requests at a time", after=1.0)
             return await threads.run(_publish, queue, block, level, deadline, numbered)
