@@ -102,7 +102,10 @@ def test_queue_opens_without_a_valid_journal(
     ledger = queue.stats().ledger
     assert ledger.adds_up
     assert ledger.accepted == 400
-    assert not ledger.dropped
+    # A segment whose events are all settled is removed, wherever the writer began a new one. Only
+    # the journal knows that its events were settled and are not missing.
+    assert set(ledger.dropped) <= {"missing"}
+    assert sum(ledger.dropped.values()) <= len(SETTLED - set(found))
 
 
 @pytest.mark.parametrize("damage", [remove_identity, empty_identity, garble_identity, garble_lock])

@@ -93,7 +93,8 @@ def test_failing_handler_does_not_stop_later_events(
     assert batches == [*range(2, FILES), None]
     errors = [str(each.exc_info[1]) for each in caplog.records if each.exc_info]
     assert errors.count("cannot take it") == 2
-    assert 'query_events.dispatch_failed event_text="no json"' in caplog.text
+    messages = [each.getMessage() for each in caplog.records]
+    assert 'query_events.dispatch_failed event_text="no json"' in messages
 
 
 def test_failed_run_sends_its_end(spark: SparkSession, lines: DataFrame, tmp_path: Path) -> None:
