@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -78,6 +79,14 @@ def memory_limit(root: Path = Path("/")) -> int:
     if not found:
         raise ConfigError("memory_percent", "no memory limit can be found; set max_bytes instead")
     return min(found)
+
+
+def compute_memory_share(share: float) -> int:
+    """Return this share of the bytes that the process may use; no limit if none is known."""
+    try:
+        return int(memory_limit() * share)
+    except ConfigError:
+        return sys.maxsize
 
 
 def cgroup_v2_limit(root: Path) -> int | None:

@@ -23,6 +23,7 @@ from turnlane.node.node import Node
 from turnlane.node.tables import Tables
 from turnlane.runtime import Closeable, start_thread
 from turnlane.serving.auth import Authority, TlsSettings
+from turnlane.serving.body_budget import BodyBudget
 
 log = get_logger(__name__)
 
@@ -72,6 +73,7 @@ class Service(Closeable):
         with contextlib.ExitStack() as started:
             authority = check(self.config)
             self.node = started.enter_context(Node(self.config.node.data, self.config.knobs()))
+            self.node.body_budget = BodyBudget(self.config.node.http.max_memory)
             self.tables = started.enter_context(Tables(self.config.tables))
             started.callback(self._stop_parts, 0.0)
             self._start_planes(authority)

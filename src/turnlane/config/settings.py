@@ -51,7 +51,7 @@ from turnlane.runtime import read_secret
 from turnlane.serving.address import Address, check_exposure
 from turnlane.serving.auth import TlsSettings, TokenSettings
 from turnlane.serving.http_server import WebSettings
-from turnlane.units import Duration
+from turnlane.units import Duration, Size
 from turnlane.validation import (
     ConfigIssue,
     ConfigIssues,
@@ -202,6 +202,12 @@ class HttpSettings(WebSettings):
 
     enabled: bool = Field(default=True, description="Whether it is served at all.")
     listen: Address = Field(default=HTTP, description="Where it listens.")
+    max_memory: Size | None = Field(
+        default=None,
+        ge=1,
+        description="The most memory of all bodies under way, of this plane and of all HTTP inputs "
+        "together; default: a quarter of what the process may use.",
+    )
 
 
 class NodeSettings(SettingsModel):

@@ -44,7 +44,8 @@ class WebInput(Input):
     def __init__(self, settings: WebInputSettings, host: Host) -> None:
         handlers = dict.fromkeys(PROBLEM_HANDLERS, self._refuse)
         app = Starlette(routes=self.build_routes(), exception_handlers=handlers)
-        self._server = WebServer(app, settings, settings.label)
+        body_budget = getattr(host, "body_budget", None)  # of a node; a program's host has none
+        self._server = WebServer(app, settings, settings.label, body_budget)
         super().__init__(settings, host)
         self.publisher = RequestPublisher(host, settings)
         self._threads = ThreadLimiterByQueue(THREADS)

@@ -46,6 +46,7 @@ from turnlane.queues import open_buffered_queue
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import ON_DISK, Kind, QueueSettings
 from turnlane.runtime import Closeable, PeriodicThread
+from turnlane.serving.body_budget import BodyBudget
 from turnlane.storage.directory import QueueDirectory, lock_directory
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.inspection import QueueInspection
@@ -253,6 +254,7 @@ class Node(Closeable):
         self.data = data
         self.instance = uuid.uuid4().hex
         self.closing = False
+        self.body_budget = BodyBudget()
         self._clock = clock
         self._disk = disk or Disk()
         self._lock = threading.RLock()

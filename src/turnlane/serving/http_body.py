@@ -13,7 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from turnlane.errors import EventTooLarge
+from turnlane.serving.body_budget import BodyShare
 from turnlane.storage.frames import parse_snappy_length
+
+BODY_SHARE: Final = "turnlane.body_share"
+"""The key of a request's :class:`BodyShare` in its scope."""
 
 _INLINE_BYTES: Final = 1024
 """Up to this size a body is decompressed on the event loop: it becomes a megabyte at most."""
@@ -50,20 +54,23 @@ class BodyTooLarge(EventTooLarge):
 async def read_body(request: Request, limits: BodyLimits) -> bytes:
     """Return the whole body without its content encodings.
 
-    Raises ``BodyTooLarge`` (413), ``ValueError`` for a body that cannot be decompressed (400) and
-    ``HTTPException`` for another encoding (415). Never uses more memory than the limits allow.
+    Raises ``BodyTooLarge`` (413), ``ValueError`` for a body that cannot be decompressed (400),
+    ``HTTPException`` for another encoding (415) and ``TransportDown`` (503) if the node has too
+    many bodies under way. Never uses more memory than the limits allow.
     """
+    share: BodyShare = request.scope[BODY_SHARE]
     encodings = parse_encodings(request.headers.getlist("content-encoding"))
-    body = await _receive(request, limits.max_request_bytes)
+    body = await _receive(request, limits.max_request_bytes, share)
     if not encodings:
         return body
     most = limits.max_decompressed_bytes
     if len(body) <= _INLINE_BYTES:
-        return decompress(body, most, encodings)
-    return await asyncio.get_running_loop().run_in_executor(None, decompress, body, most, encodings)
+        return decompress(body, most, encodings, share)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(None, decompress, body, most, encodings, share)
 
 
-async def _receive(request: Request, most: int) -> bytes:
+async def _receive(request: Request, most: int, share: BodyShare) -> bytes:
     declared = request.headers.get("content-length", "")
     stream = request.stream()
     if declared.isdecimal() and int(declared) > most:
@@ -76,6 +83,8 @@ async def _receive(request: Request, most: int) -> bytes:
         if size > most:
             await _drain(request, stream, most)
             raise _too_large(most)
+        # If this refuses the request, the server ignores the rest of its body.
+        share.add(len(piece))
         pieces.append(piece)
     return b"".join(pieces)
 
@@ -122,25 +131,29 @@ def parse_encodings(headers: Sequence[str]) -> list[str]:
     return encodings
 
 
-def decompress(body: bytes, most: int, encodings: Sequence[str] = ("gzip",)) -> bytes:
+def decompress(
+    body: bytes, most: int, encodings: Sequence[str] = ("gzip",), share: BodyShare | None = None
+) -> bytes:
     """Undo the encodings of a body, the last one first; each result has at most ``most`` bytes.
 
-    Raises ``BodyTooLarge`` and ``ValueError``.
+    ``share`` counts the bytes. Raises ``BodyTooLarge``, ``ValueError`` and ``TransportDown``.
     """
     for encoding in reversed(encodings):
         try:
-            body = _join(_DECODERS[encoding](body, most), most)
+            body = _join(_DECODERS[encoding](body, most), most, share)
         except (zlib.error, OSError, pa.ArrowException) as error:
             raise ValueError(f"the body is not valid {encoding} data: {error}") from None
     return body
 
 
-def _join(pieces: Pieces, most: int) -> bytes:
+def _join(pieces: Pieces, most: int, share: BodyShare | None) -> bytes:
     found: list[bytes] = []
     for piece in pieces:
         most -= len(piece)
         if most < 0:
             raise _too_large_decompressed()
+        if share is not None:
+            share.add(len(piece))
         found.append(piece)
     return b"".join(found)
 

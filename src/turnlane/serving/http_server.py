@@ -27,7 +27,7 @@ import anyio
 import httptools
 import uvicorn
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from turnlane.errors import ConfigError
@@ -35,6 +35,8 @@ from turnlane.logs import get_logger
 from turnlane.runtime import Closeable, start_thread
 from turnlane.serving.address import Address
 from turnlane.serving.auth import TlsSettings
+from turnlane.serving.body_budget import BodyBudget
+from turnlane.serving.http_body import BODY_SHARE
 from turnlane.units import Duration, Size
 
 log = get_logger(__name__)
@@ -244,9 +246,16 @@ class HttpConnection(HttpToolsProtocol):
 class WebServer(Closeable):
     """Serves an application on a thread with an event loop. Start and stop it once."""
 
-    def __init__(self, app: ASGIApp, settings: WebSettings, name: str = "web") -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: WebSettings,
+        name: str = "web",
+        body_budget: BodyBudget | None = None,
+    ) -> None:
         self.settings = settings
         self._app = app
+        self._body_budget = body_budget or BodyBudget()
         self._name = name
         self._address = settings.listen
         self._server: _UvicornServer | None = None
@@ -272,7 +281,7 @@ class WebServer(Closeable):
         tls = None if self.settings.tls is None else self.settings.tls.context()
         bound = self.settings.listen.listen()
         self._address = self.settings.listen.with_port(bound.getsockname()[1])
-        self._server = _UvicornServer(self._app, self.settings, tls)
+        self._server = _UvicornServer(self._answer, self.settings, tls)
         self._thread = start_thread(f"turnlane-{self._name}", self._server.run_on, bound)
         self._server.ready.wait()
         if self._server.failure is not None:
@@ -298,6 +307,11 @@ class WebServer(Closeable):
     def close(self) -> None:
         self.stop(0.0)
 
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; its body uses memory of the budget until then."""
+        with self._body_budget.open_share() as scope[BODY_SHARE]:
+            await self._app(scope, receive, send)
+
 
 class _UvicornServer(uvicorn.Server):
     """uvicorn's server on a given socket, with limited connections."""
@@ -305,6 +319,7 @@ class _UvicornServer(uvicorn.Server):
     def __init__(self, app: ASGIApp, settings: WebSettings, tls: ssl.SSLContext | None) -> None:
         config = uvicorn.Config(
             app,
+            interface="asgi3",
             http="httptools",
             ws="none",
             loop="asyncio",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
@@ -27,7 +26,7 @@ from turnlane.errors import Bug, ConfigError, NotAllowed, QueueClosed, RetryLate
 from turnlane.events import Block
 from turnlane.intervals import MAX_COPY_TARGETS
 from turnlane.logs import get_logger
-from turnlane.memory import memory_limit
+from turnlane.memory import compute_memory_share
 from turnlane.node.commit_apply import NODE_PREFIX
 from turnlane.queues.api import AckLevel
 from turnlane.units import Duration, Size
@@ -427,9 +426,4 @@ class FlightLimits(BaseModel):
 
     def get_max_memory(self) -> int:
         """Return ``max_memory`` in bytes, or its default."""
-        if self.max_memory is not None:
-            return self.max_memory
-        try:
-            return int(memory_limit() * _SHARE_OF_MEMORY)
-        except ConfigError:
-            return sys.maxsize  # the system does not report its memory
+        return self.max_memory or compute_memory_share(_SHARE_OF_MEMORY)

@@ -78,7 +78,7 @@ class HttpPlane(Closeable):
             ),
             BrowserGuard(authority, settings.listen),
         )
-        self._server = WebServer(app, settings, "http")
+        self._server = WebServer(app, settings, "http", node.body_budget)
 
     @property
     def address(self) -> Address:
