@@ -117,7 +117,7 @@ class Service(Closeable):
                 authority,
                 settings.http,
                 inputs=self._counted,
-                waiting_for=lambda: self._starting,
+                get_startup_blocker=lambda: self._starting,
                 tables=self.tables,
             )
             self._start_plane("http", http)

@@ -38,7 +38,7 @@ from turnlane.queues.worker_pool import FIRST_PAUSE, Cancelled, DeadLetters, Wor
 def _attentive() -> Iterator[None]:
     """Let supervisors check often."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_pool, "LOOK_SECONDS", 0.005)
+        patch.setattr(worker_pool, "POLL_SECONDS", 0.005)
         yield
 
 

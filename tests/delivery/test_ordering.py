@@ -75,7 +75,7 @@ def test_strict_ordering_delivers_all_events_in_order(
 ) -> None:
     output = make(seed, share, bad)
     delivery = make_settings(ordering="strict", batch_events=20, breaker_failures=3)
-    results = deliver(output, delivery, BLOCKS, takes_apart=make is make_partial_output)
+    results = deliver(output, delivery, BLOCKS, can_deliver_partly=make is make_partial_output)
     delivered, dead, deferred = check_account(output, BLOCKS, results)
     assert output.most_in_flight <= 1
     assert get_delivered_offsets(output) == sorted(delivered), "in order, each once"
@@ -92,7 +92,7 @@ def test_key_ordering_delivers_events_of_each_key_in_order(
 ) -> None:
     output = make(seed, share, bad)
     delivery = make_settings(ordering="key", batch_events=5, concurrency=4, breaker_failures=3)
-    results = deliver(output, delivery, BLOCKS, takes_apart=make is make_partial_output)
+    results = deliver(output, delivery, BLOCKS, can_deliver_partly=make is make_partial_output)
     delivered, _, deferred = check_account(output, BLOCKS, results)
     by_key: dict[int, list[int]] = defaultdict(list)
     for offset in get_delivered_offsets(output):
@@ -121,10 +121,10 @@ def test_deferred_key_does_not_hold_up_other_keys() -> None:
     assert len(delivered) == 450 - len(deferred)
 
 
-def test_batches_of_an_output_that_takes_apart_have_one_event_per_key() -> None:
+def test_batches_of_an_output_that_delivers_partly_have_one_event_per_key() -> None:
     output = FaultyOutput()
     delivery = make_settings(ordering="key", concurrency=2)
-    (result,) = deliver(output, delivery, [make_block(0, 700, 70)], takes_apart=True)
+    (result,) = deliver(output, delivery, [make_block(0, 700, 70)], can_deliver_partly=True)
     assert result.delivered == 700
     assert len(output.taken) == 2 * 10, (
         "the first events of all keys together, then the second ones, and so on"

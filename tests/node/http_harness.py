@@ -52,7 +52,7 @@ def serve_http(
     *,
     tokens: tuple[TokenSettings, ...] = (),
     client: Mapping[str, Any] | None = None,
-    waiting_for: Callable[[], str | None] = lambda: None,
+    get_startup_blocker: Callable[[], str | None] = lambda: None,
     **knobs: Any,
 ) -> Iterator[HttpNode]:
     """Serve a node with these queues."""
@@ -60,7 +60,9 @@ def serve_http(
     settings = WebSettings(**{"listen": ":0"} | knobs)
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(Node(data, queues, disk=disk))
-        plane = HttpPlane(node, Authority(tokens), settings, waiting_for=waiting_for)
+        plane = HttpPlane(
+            node, Authority(tokens), settings, get_startup_blocker=get_startup_blocker
+        )
         stack.enter_context(plane.start())
         http = httpx.Client(base_url=plane.url, timeout=30, **(client or {}))
         yield HttpNode(node, plane, stack.enter_context(http), disk)

@@ -280,7 +280,7 @@ def test_slow_flush_is_logged_once(memory_queue: Queue, capsys: pytest.CaptureFi
     ("arguments", "message"),
     [
         ({"queue": "turnlane://localhost:1"}, "name: which queue"),
-        ({"name": "x"}, "name: is for a URL"),
+        ({"name": "x"}, "name: name and connection options are allowed only with a URL"),
         ({"on_full": "explode"}, "on_full: 'explode' is not one of drop, stderr"),
         ({"queue": "nonsense", "name": "x"}, "url: "),
     ],

@@ -105,7 +105,7 @@ def test_running_node_is_alive_and_ready(shared: HttpNode) -> None:
 
 def test_starting_node_is_not_ready(tmp_path: Path) -> None:
     waiting: list[str | None] = ["inputs"]
-    with serve_http(tmp_path, waiting_for=lambda: waiting[0]) as at:
+    with serve_http(tmp_path, get_startup_blocker=lambda: waiting[0]) as at:
         answer = at.http.get("/readyz")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert answer.json()["reasons"] == ["the node is starting: inputs"]

@@ -344,7 +344,7 @@ def test_event_that_arrives_during_the_check_ends_the_wait(
         return found
 
     monkeypatch.setattr(type(queue), "stats", stats)
-    monkeypatch.setattr(read, "LOOK_SECONDS", PATIENCE)
+    monkeypatch.setattr(read, "POLL_SECONDS", PATIENCE)
     began = time.monotonic()
     found = served.client().nodes[0].unsettled("disk", 10, timeout=PATIENCE)
     assert found.spans == [(0, 1)]

@@ -152,7 +152,7 @@ def test_client_that_left_during_the_wait_gets_no_lease(
 
     caller = FlightPlane.get_caller
     monkeypatch.setattr(FlightPlane, "get_caller", record_call)
-    monkeypatch.setattr(read, "LOOK_SECONDS", 60.0)  # the client does not notice by itself
+    monkeypatch.setattr(read, "POLL_SECONDS", 60.0)  # the client does not notice by itself
     queue = served.node.queue("disk")
     node = served.client().nodes[0]
     with pytest.raises(flight.FlightTimedOutError):

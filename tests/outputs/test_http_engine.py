@@ -43,7 +43,10 @@ def deliver(
     with (
         make_output("http", **knobs) as output,
         Engine(
-            output, delivery, LocalDestinationState(delivery), takes_apart=output.takes_apart
+            output,
+            delivery,
+            LocalDestinationState(delivery),
+            can_deliver_partly=output.can_deliver_partly,
         ) as engine,
     ):
         return engine.deliver(block)

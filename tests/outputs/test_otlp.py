@@ -81,7 +81,7 @@ def deliver_blocks(
     state = LocalDestinationState(settings)
     with (
         make_output("otlp", url=server.url) as output,
-        Engine(output, settings, state, takes_apart=output.takes_apart) as engine,
+        Engine(output, settings, state, can_deliver_partly=output.can_deliver_partly) as engine,
     ):
         return list(engine.run(blocks)), state
 

@@ -26,7 +26,7 @@ def impatience() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proxy, "FIRST_RETRY", 0.001)
         patch.setattr(proxy, "LAST_RETRY", 0.01)
-        patch.setattr(proxy, "LOOK_SECONDS", 0.02)
+        patch.setattr(proxy, "POLL_SECONDS", 0.02)
         yield
 
 

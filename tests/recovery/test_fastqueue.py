@@ -145,7 +145,9 @@ def test_start_within_a_block_returns_the_whole_block(writer: Writer) -> None:
     inside = writer.blocks[4][0] + 3
     writer.metadata(reader=inside)
     assert read(writer.path) == writer.blocks[4:]
-    assert get_only_fault(writer.path).what == f"reader_offset {inside} is within the block at 112"
+    assert (
+        get_only_fault(writer.path).message == f"reader_offset {inside} is within the block at 112"
+    )
 
 
 def test_reader_offset_at_the_end_leaves_nothing_unread(writer: Writer) -> None:
@@ -165,7 +167,7 @@ def test_missing_metadata_makes_everything_unread(writer: Writer) -> None:
     assert read(writer.path) == writer.blocks
     fault = get_only_fault(writer.path)
     assert fault.file == writer.path / "fastqueue.meta"
-    assert fault.what == "is missing; everything counts as unread"
+    assert fault.message == "is missing; everything counts as unread"
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,7 @@ def test_writer_offset_ahead_of_the_data_is_a_fault(writer: Writer) -> None:
     writer.metadata(writer=5000)
     assert read(writer.path) == writer.blocks
     fault = get_only_fault(writer.path)
-    assert fault.what == "writer_offset 5000 is ahead of the data, which ends at 108"
+    assert fault.message == "writer_offset 5000 is ahead of the data, which ends at 108"
 
 
 def test_data_after_the_writer_offset_is_read_and_is_a_fault(writer: Writer) -> None:
@@ -208,7 +210,7 @@ def test_data_after_the_writer_offset_is_read_and_is_a_fault(writer: Writer) -> 
     writer.put(b"b")
     writer.metadata(writer=writer.blocks[1][0])
     assert read(writer.path) == writer.blocks
-    assert "behind the data" in get_only_fault(writer.path).what
+    assert "behind the data" in get_only_fault(writer.path).message
 
 
 def test_reader_offset_ahead_of_the_data_returns_nothing_and_is_a_fault(writer: Writer) -> None:
@@ -216,7 +218,7 @@ def test_reader_offset_ahead_of_the_data_returns_nothing_and_is_a_fault(writer: 
     writer.metadata(reader=4000, writer=4000)
     assert read(writer.path) == []
     assert read(writer.path, start=0) == writer.blocks
-    assert [fault.what for fault in list_faults(writer.path)] == [
+    assert [fault.message for fault in list_faults(writer.path)] == [
         "reader_offset 4000 is ahead of the data, which ends at 108",
         "writer_offset 4000 is ahead of the data, which ends at 108",
     ]
@@ -228,13 +230,13 @@ def test_reader_offset_without_its_chunk_is_a_fault(small_chunks: Writer) -> Non
     small_chunks.metadata(reader=0)
     (small_chunks.path / "0000000000000000").unlink()
     assert read(small_chunks.path) == small_chunks.blocks[1:]
-    assert get_only_fault(small_chunks.path).what == "reader_offset 0 is in no chunk"
+    assert get_only_fault(small_chunks.path).message == "reader_offset 0 is in no chunk"
 
 
 def test_contradictory_or_newer_metadata_is_a_fault(writer: Writer) -> None:
     writer.put(b"a" * 100, snappy=False)
     writer.metadata(reader=108, writer=0, version=7)
-    assert [fault.what for fault in list_faults(writer.path)] == [
+    assert [fault.message for fault in list_faults(writer.path)] == [
         "version 7 is not known; read as version 2",
         "reader_offset 108 is ahead of writer_offset 0",
         "writer_offset 0 is behind the data, which ends at 108",
@@ -262,7 +264,7 @@ def test_unreadable_chunk_is_a_fault_and_others_are_read(
     directory = FastQueueDirectory.open(small_chunks.path, disk=BadSector())
     assert sum(batch.num_rows for batch in directory.blocks()) == 2
     (fault,) = directory.faults()
-    assert fault.what == "cannot be read: Input/output error"
+    assert fault.message == "cannot be read: Input/output error"
 
 
 def test_reading_changes_nothing_in_the_directory(writer: Writer) -> None:

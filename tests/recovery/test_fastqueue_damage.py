@@ -27,7 +27,7 @@ def test_torn_last_block_is_a_fault_and_the_rest_is_read(writer: Writer) -> None
         assert read(writer.path) == writer.blocks[:4]
         fault = get_only_fault(writer.path)
         assert (fault.file, fault.byte) == (chunk, last)
-        assert fault.what.startswith("torn")
+        assert fault.message.startswith("torn")
 
 
 @pytest.mark.parametrize("word", [1 << 61, (1 << 62) - 1, 1 << 63 | 1 << 61, 1 << 40, 1 << 62])
@@ -51,7 +51,7 @@ def test_corrupt_length_allocates_nothing_and_costs_only_its_chunk(
         tracemalloc.stop()
     fault = get_only_fault(writer.path)
     assert (fault.file, fault.byte) == (writer.chunk(bad), bad % 1024)
-    assert "corrupt length" in fault.what
+    assert "corrupt length" in fault.message
 
 
 def test_corrupt_length_before_the_reader_offset_hides_no_unread_block(writer: Writer) -> None:
@@ -74,7 +74,7 @@ def test_block_that_cannot_be_decompressed_is_skipped_alone(writer: Writer) -> N
     assert read(writer.path) == writer.blocks
     fault = get_only_fault(writer.path)
     assert fault.byte == bad
-    assert "cannot be decompressed" in fault.what
+    assert "cannot be decompressed" in fault.message
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_snappy_data_with_a_false_length_is_a_fault(writer: Writer, data: bytes)
     writer.put(b"after")
     writer.metadata()
     assert read(writer.path) == writer.blocks
-    assert "begins with a false length" in get_only_fault(writer.path).what
+    assert "begins with a wrong length" in get_only_fault(writer.path).message
 
 
 def test_highest_snappy_ratio_is_accepted(writer: Writer) -> None:
@@ -103,7 +103,7 @@ def test_block_larger_than_an_event_is_a_fault_and_skipped(
     writer.put(b"after", snappy=False)
     writer.metadata()
     assert read(writer.path) == writer.blocks
-    assert "larger than an event" in get_only_fault(writer.path).what
+    assert "larger than an event" in get_only_fault(writer.path).message
 
 
 # Zeros.
@@ -160,7 +160,7 @@ def test_blocks_that_overwrote_older_ones_are_read(writer: Writer) -> None:
     writer.metadata(writer=end + len(new))
     assert read(writer.path) == [*writer.blocks[:2], (end, b"new")]
     behind, corrupt = list_faults(writer.path)
-    assert "behind the data" in behind.what
+    assert "behind the data" in behind.message
     assert corrupt.byte == end + len(new)
 
 

@@ -157,10 +157,10 @@ def test_schedule_with_an_invalid_event_is_refused(db: DatabaseFixture) -> None:
         queue.schedule("tick", "* * * * *", payload="x", nothing=1)
     with pytest.raises(SchemaMismatch, match="needs a value"):
         queue.schedule("tick", "* * * * *", user_id=1)
-    with pytest.raises(SchemaMismatch, match="takes no such event"):
+    with pytest.raises(SchemaMismatch, match="rejects the event"):
         queue.schedule("tick", "* * * * *", payload=None)
     if db.kind != "sqlite":  # SQLite takes any value
-        with pytest.raises(SchemaMismatch, match="takes no such event"):
+        with pytest.raises(SchemaMismatch, match="rejects the event"):
             queue.schedule("tick", "* * * * *", payload="too long")
     for columns in ({"fire_at": 1}, {"event_name": "x"}, {"payload": b"x"}):
         with pytest.raises(ValueError, match="a schedule"):

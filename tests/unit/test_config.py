@@ -171,7 +171,7 @@ paths: {}
             "c.yaml:9:17: queues.orders.durability: must be one of always, interval, never, "
             "not 'allways'; did you mean always?"
         ),
-        "c.yaml:10:3: queues.orders: stands here twice, first in line 7; remove one",
+        "c.yaml:10:3: queues.orders: duplicate key, first in line 7; remove one",
         "c.yaml:12:11: inputs[0].type: there is no input 'prob'; did you mean probe?",
         "c.yaml:15:12: inputs[1].queue: there is no queue 'order'; did you mean orders?",
         "c.yaml:16:11: inputs[1].port: must be a whole number, not 'x'",
@@ -280,7 +280,7 @@ def test_two_tokens_or_inputs_with_one_name_are_refused() -> None:
         f"node: {{data: d, tokens: [{token}, {token}]}}"
     )
     entry = "{type: probe, queue: q, name: n}"
-    assert "another input is called 'n' too" in load_with_one_issue(
+    assert "the name 'n' is already used by another input" in load_with_one_issue(
         f"node: {{data: d}}\nqueues: {{q: }}\ninputs: [{entry}, {entry}]"
     )
 

@@ -66,7 +66,7 @@ def test_two_joins_with_one_queue_are_refused() -> None:
     (fault,) = load_with_issues(config(JOIN % "plain", again))
     assert "actions[1].with_queues[0]: action 'j' joins with it already" in fault
     (fault,) = load_with_issues(config(JOIN % "plain, Plain", queues="{plain: , Plain: }"))
-    assert "actions[0].with_queues[1]: is there twice" in fault
+    assert "actions[0].with_queues[1]: is listed twice" in fault
 
 
 def test_join_with_queues_without_a_reader_is_accepted() -> None:

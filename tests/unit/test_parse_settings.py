@@ -47,7 +47,7 @@ def test_bare_word_is_the_format() -> None:
         ({"format": "regex", "pattern": "(?<a>x)\\"}, "ends with a lone backslash"),
         ({"format": "regex", "pattern": "(?P<a>x)"}, "is Python; Java writes (?<a>…)"),
         ({"format": "regex", "pattern": "(?<a>x)(?<a>y)"}, "there are two groups 'a'"),
-        ({"format": "regex", "pattern": "(?<a>x)(?<A>y)"}, "group 'A' is there twice"),
+        ({"format": "regex", "pattern": "(?<a>x)(?<A>y)"}, "group 'A' is listed twice"),
         ({"format": "regex", "pattern": r"(?<a>x)\k<b>"}, "there is no group 'b'"),
         ({"format": "regex", "pattern": "(?<a b>x)"}, "group 'a b' is not a column name"),
         ({"format": "regex", "pattern": "(?<_a>x)"}, "group '_a' is not a column name"),

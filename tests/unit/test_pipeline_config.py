@@ -274,7 +274,7 @@ def test_queue_of_a_wrong_type_is_refused(kind: str) -> None:
 def test_two_actions_with_one_name_are_refused() -> None:
     one = f"{{name: a, {FILE}}}"
     fault = load_with_one_issue(actions(one, one))
-    assert fault == "c.yaml:4:12: actions[1].name: another action is called 'a' too"
+    assert fault == "c.yaml:4:12: actions[1].name: the name 'a' is already used by another action"
 
 
 def test_input_with_an_unknown_queue_is_refused() -> None:
@@ -301,7 +301,10 @@ def test_section_of_a_pipeline_without_actions_is_refused(section: str) -> None:
 
 def test_main_queue_in_main_and_in_queues_is_refused() -> None:
     text = actions(f"{{name: a, {FILE}}}", more="main: {}\nqueues: {main: }")
-    assert load_with_one_issue(text) == "c.yaml:4:1: main: stands in queues too; keep one of them"
+    assert (
+        load_with_one_issue(text)
+        == "c.yaml:4:1: main: is also defined in `queues`; keep one of them"
+    )
 
 
 @pytest.mark.parametrize(

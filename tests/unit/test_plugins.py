@@ -82,3 +82,13 @@ def test_json_schema_allows_an_own_output() -> None:
     assert own["title"] == "an output of your own"
     [own] = schema["properties"]["inputs"]["items"]["oneOf"]
     assert own["title"] == "an input of your own"
+
+
+def test_output_with_the_former_name_takes_apart_can_deliver_partly() -> None:
+    class FormerOutput(outputs.Output):
+        takes_apart = True
+
+        def send(self, prepared: object) -> None:
+            raise NotImplementedError
+
+    assert FormerOutput(outputs.OutputSettings(type="former")).can_deliver_partly

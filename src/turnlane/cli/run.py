@@ -31,11 +31,11 @@ from turnlane.cli.supervise import (
     make_reporter,
 )
 from turnlane.cli.targets import (
-    add_modules_beside,
     get_default_endpoint,
     get_pipeline,
-    list_modules_beside,
+    list_modules_next_to,
     load_config,
+    make_modules_importable,
     print_config_errors,
     read_config_text,
 )
@@ -132,7 +132,7 @@ def _supervise(
 ) -> None:
     master, level, log_format = spark
     token = settings.nodes.token_env
-    add_modules_beside(path)
+    make_modules_importable(path)
     report("spark", "starting Spark")
     startup = SparkStartup(
         lambda: start_session(
@@ -140,7 +140,7 @@ def _supervise(
             master=master,
             level=level,
             log_format=log_format,
-            modules=list_modules_beside(path),
+            modules=list_modules_next_to(path),
             variables=[] if token is None else [token],
         )
     )

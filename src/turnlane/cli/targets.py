@@ -35,7 +35,7 @@ def load_config(path: Path, text: str | None = None) -> Config:
     """
     from turnlane.config import load, loads
 
-    add_modules_beside(path)  # they may have inputs and outputs
+    make_modules_importable(path)  # they may have inputs and outputs
     with print_config_errors():
         return load(path) if text is None else loads(text, str(path))
 
@@ -72,13 +72,13 @@ def print_config_errors(config: Config | None = None) -> Iterator[None]:
         raise typer.Exit(ExitCode.CONFIG) from None
 
 
-def list_modules_beside(config: Path) -> list[Path]:
-    """Return the Python files beside a configuration. Packages have to be installed."""
+def list_modules_next_to(config: Path) -> list[Path]:
+    """Return the Python files next to a configuration. Packages have to be installed."""
     return sorted(config.resolve().parent.glob("*.py"))
 
 
-def add_modules_beside(config: Path) -> None:
-    """Make modules beside a configuration importable, for Spark's own processes too."""
+def make_modules_importable(config: Path) -> None:
+    """Make modules next to a configuration importable, for Spark's own processes too."""
     place = str(config.resolve().parent)
     if place not in sys.path:
         sys.path.insert(0, place)
@@ -153,8 +153,8 @@ Urls = Annotated[
         "--url",
         metavar="URL",
         envvar=VARIABLE,
-        help="The database, such as postgresql://user@host/db; of several shards, each as "
-        "RANGE=URL, such as -80=sqlite:///a.db.",
+        help="The database, such as postgresql://user@host/db; for several shards, repeat "
+        "the option as RANGE=URL, such as -80=sqlite:///a.db.",
     ),
 ]
 _SHARD: Final = re.compile(r"(?P<range>[0-9a-fA-F]*-[0-9a-fA-F]*)=(?P<url>.+)", re.DOTALL)
@@ -187,7 +187,7 @@ def parse_urls(urls: list[str] | None) -> list[ShardSpec]:
 
 @contextmanager
 def open_databases(urls: list[str] | None) -> Iterator[list[tuple[str, Database]]]:
-    """Open the databases, each with its key range. Raises ``ConfigError`` if those do not fit."""
+    """Open the databases, each with its key range. ``ConfigError`` for a gap or an overlap."""
     from turnlane.table import connect
     from turnlane.table.shards import ShardMap
 
@@ -197,7 +197,7 @@ def open_databases(urls: list[str] | None) -> Iterator[list[tuple[str, Database]
 
 
 def open_sharded_database(urls: list[str] | None) -> ShardedDatabase:
-    """Open all databases as one. Raises ``ConfigError`` if their key ranges do not fit."""
+    """Open all databases as one. ``ConfigError`` if key ranges have a gap or overlap."""
     from turnlane.table import connect_shards
 
     return connect_shards(parse_urls(urls))

@@ -24,7 +24,7 @@ from turnlane.runtime import start_thread
 
 MAX_WAITING_EVENTS: Final = 4096
 """The most events that wait here while the other process, or the node, is slow."""
-_LEAVE_SECONDS: Final = 1.0
+_CLOSE_SECONDS: Final = 1.0
 PERSISTED: Final = b"."
 LATE: Final = b"!"
 """The answers to a flush."""
@@ -87,9 +87,9 @@ class ForkRelay:
     def close(self) -> None:
         """Close the pipe; the other process finishes by itself."""
         with contextlib.suppress(queue.Full):
-            self._lines.put(None, timeout=_LEAVE_SECONDS)
+            self._lines.put(None, timeout=_CLOSE_SECONDS)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_LEAVE_SECONDS)
+            self._process.wait(_CLOSE_SECONDS)
 
     def _put(self, frame: object, timeout: float | None) -> None:
         if self._broken:

@@ -23,7 +23,7 @@ from turnlane.errors import ConfigError, QueueClosed, QueueFull
 from turnlane.queues.api import Ack, AckLevel, Producer, Queue, parse_choice
 from turnlane.runtime import Closeable
 
-_OWN: Final = ("turnlane", "pyarrow")
+_EXCLUDED_LOGGERS: Final = ("turnlane", "pyarrow")
 """Loggers whose records are not sent: sending them would create more records."""
 
 _SEVERITIES: Final = ((50, 2), (40, 3), (30, 4), (25, 5), (20, 6))
@@ -74,9 +74,9 @@ class TurnlaneHandler(logging.Handler):
         """
         super().__init__(level)
         if isinstance(queue, str) and name is None:
-            raise ConfigError("name", f"which queue of {queue}? Give its name")
+            raise ConfigError("name", f"the URL {queue} needs the name of a queue")
         if not isinstance(queue, str) and (name is not None or connect):
-            raise ConfigError("name", "is for a URL; a queue that is open has its own")
+            raise ConfigError("name", "name and connection options are allowed only with a URL")
         self.dropped = 0
         self._block_for = block_for
         self._on_full = parse_choice(OnFull, "on_full", on_full)
@@ -84,29 +84,29 @@ class TurnlaneHandler(logging.Handler):
         self._headers = headers
         self._source = socket.gethostname() if source is None else source
         self._url = (queue, str(name), connect) if isinstance(queue, str) else None
-        self._counting = threading.Lock()
-        self._opening = threading.Lock()
-        self._sending = threading.local()
+        self._count_lock = threading.Lock()
+        self._open_lock = threading.Lock()
+        self._emit_guard = threading.local()
         self._client: Closeable | None = None
-        self._own: Queue | None = None
+        self._opened_queue: Queue | None = None
         self._producer: Producer | ForkRelay | None = None
-        self._gave_up = False
+        self._has_flush_timed_out = False
         """Whether the last flush timed out and no record came since."""
         self._closed = False
-        opened = queue if isinstance(queue, Queue) else self._connected(queue, str(name), connect)
+        opened = queue if isinstance(queue, Queue) else self._connect(queue, str(name), connect)
         # With a callback publishing does not wait; flush() waits for all acks.
         self._producer = opened.producer(ack=AckLevel.PERSISTED, on_ack=_ignore)
         _OPEN.add(self)
 
-    def _connected(self, url: str, name: str, options: dict[str, Any]) -> Queue:
+    def _connect(self, url: str, name: str, options: dict[str, Any]) -> Queue:
         from turnlane.client.client import connect
 
         client = connect(url, **options)
         # The client would close itself at exit, before logging.shutdown() flushes this handler.
         atexit.unregister(client.close)
         self._client = client
-        self._own = client.queue(name)
-        return self._own
+        self._opened_queue = client.queue(name)
+        return self._opened_queue
 
     # ── records ─────────────────────────────────────────────────────────────────────────────────
 
@@ -121,63 +121,64 @@ class TurnlaneHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Publish the record. Never raises, as ``logging`` requires; see ``handleError``."""
-        if getattr(self._sending, "on", False) or _is_own_logger(record.name):
+        if getattr(self._emit_guard, "is_active", False) or _is_excluded(record.name):
             return
-        self._sending.on = True
+        self._emit_guard.is_active = True
         try:
             self._publish(record)
         except Exception:  # noqa: BLE001 - a rule of logging; handleError shows it on stderr
-            with self._counting:
+            with self._count_lock:
                 self.dropped += 1
             self.handleError(record)
         finally:
-            self._sending.on = False
+            self._emit_guard.is_active = False
 
     def _publish(self, record: logging.LogRecord) -> None:
         text = self.format(record)
-        producer = self._ready()
+        producer = self._get_producer()
         if producer is None:
             self._refuse(text)
             return
         event: dict[str, Any] = {
-            "headers": self._headers_of(record),
+            "headers": self._get_headers(record),
             "timestamp": int(record.created * 1_000_000),
             "severity": get_severity(record.levelno),
             "source": self._source,
         }
-        # A lone surrogate, for example from a file name, must not prevent the record.
+        # A lone surrogate, for example from a file name, must not stop the record from being
+        # published.
         value, key = text.encode("utf-8", "backslashreplace"), _escape_surrogates(record.name)
         try:
             if self._block_for > 0:
-                inside = producer.publish(value, key, timeout=self._block_for, **event)
+                is_accepted = producer.publish(value, key, timeout=self._block_for, **event)
             else:
-                inside = producer.try_publish(value, key, **event)
+                is_accepted = producer.try_publish(value, key, **event)
         except (QueueFull, QueueClosed):
-            inside = False
-        self._gave_up = False
-        if not inside:
+            is_accepted = False
+        self._has_flush_timed_out = False
+        if not is_accepted:
             self._refuse(text)
 
-    def _headers_of(self, record: logging.LogRecord) -> Mapping[str, str] | None:
+    def _get_headers(self, record: logging.LogRecord) -> Mapping[str, str] | None:
         return self._headers(record) if callable(self._headers) else self._headers
 
     def _refuse(self, text: str) -> None:
-        with self._counting:
+        with self._count_lock:
             self.dropped += 1
         if self._on_full is OnFull.STDERR and sys.stderr is not None:
             sys.stderr.write(text + "\n")
 
-    def _ready(self) -> Producer | ForkRelay | None:
+    def _get_producer(self) -> Producer | ForkRelay | None:
         """Return the producer; in a forked process a relay with the same methods."""
         if self._producer is not None or self._closed or self._url is None:
             return self._producer
-        with self._opening:
+        with self._open_lock:
             if self._producer is None:
                 self._producer = ForkRelay(*self._url, self._exit_timeout)
                 _close_when_child_ends(self)
         return self._producer
 
-    # ── ending ──────────────────────────────────────────────────────────────────────────────────
+    # ── flush and close ─────────────────────────────────────────────────────────────────────────
 
     def flush(self) -> None:
         """Wait until all records are persisted, at most ``exit_timeout`` seconds."""
@@ -185,8 +186,8 @@ class TurnlaneHandler(logging.Handler):
         if producer is None:
             return
         try:
-            self._gave_up = not producer.flush(self._exit_timeout)
-            if self._gave_up:
+            self._has_flush_timed_out = not producer.flush(self._exit_timeout)
+            if self._has_flush_timed_out:
                 _write_stderr(f"records may be lost: not persisted within {self._exit_timeout:g} s")
         except QueueClosed:
             return  # the owner of the queue has closed it
@@ -196,29 +197,29 @@ class TurnlaneHandler(logging.Handler):
         if not self._closed:
             self._closed = True
             try:
-                if not self._gave_up:  # logging.shutdown() has flushed before
+                if not self._has_flush_timed_out:  # logging.shutdown() has flushed before
                     self.flush()
-                self._let_go()
+                self._close_client()
             finally:
                 self._producer = None
                 _OPEN.discard(self)
         super().close()
 
-    def _let_go(self) -> None:
+    def _close_client(self) -> None:
         if self._producer is not None:
             self._producer.close()
-        if self._own is not None and self._client is not None:
-            self._own.close()  # after the flush, so that the client does not wait again
+        if self._opened_queue is not None and self._client is not None:
+            self._opened_queue.close()  # after the flush, so that the client does not wait again
             self._client.close()
-            self._own = self._client = None
+            self._opened_queue = self._client = None
 
     def reset_after_fork(self) -> None:
         """Forget the parent's queue, client and locks in a forked child, which lacks threads."""
-        for each in (self._producer, self._own, self._client):
-            _never_destroy(each)
-        self._counting, self._opening = threading.Lock(), threading.Lock()
-        self._sending = threading.local()
-        self._producer = self._own = self._client = None
+        for inherited in (self._producer, self._opened_queue, self._client):
+            _leak_reference(inherited)
+        self._count_lock, self._open_lock = threading.Lock(), threading.Lock()
+        self._emit_guard = threading.local()
+        self._producer = self._opened_queue = self._client = None
 
 
 class JsonFormatter(logging.Formatter):
@@ -238,11 +239,15 @@ class JsonFormatter(logging.Formatter):
             entry["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             entry["stack"] = self.formatStack(record.stack_info)
-        entry |= {name: value for name, value in vars(record).items() if name not in _USUAL}
+        entry |= {
+            name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS
+        }
         return json.dumps(entry, default=str, ensure_ascii=False)
 
 
-_USUAL: Final = frozenset([*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"])
+_STANDARD_FIELDS: Final = frozenset(
+    [*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"]
+)
 
 
 def get_severity(level: int) -> int:
@@ -250,8 +255,8 @@ def get_severity(level: int) -> int:
     return next((severity for least, severity in _SEVERITIES if level >= least), 7)
 
 
-def _is_own_logger(logger: object) -> bool:
-    return str(logger).partition(".")[0] in _OWN
+def _is_excluded(logger: object) -> bool:
+    return str(logger).partition(".")[0] in _EXCLUDED_LOGGERS
 
 
 def _escape_surrogates(text: object) -> str:
@@ -274,8 +279,8 @@ _OPEN: Final[set[TurnlaneHandler]] = set()
 until its records are sent."""
 
 
-def _never_destroy(thing: object) -> None:
-    """Prevent the destruction of a parent's object in a child: gRPC would wait for threads."""
+def _leak_reference(thing: object) -> None:
+    """Keep a parent's object in a child for good: its destructor in gRPC would wait for threads."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 

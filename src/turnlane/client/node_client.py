@@ -48,7 +48,7 @@ STEP_SECONDS: Final = 30.0
 """How long a node may take for the next block that it reads."""
 STORE_SECONDS: Final = 120.0
 """How long a node may take for a block that it writes to its disk."""
-_LOOK_SECONDS: Final = 1.0
+_POLL_SECONDS: Final = 1.0
 
 
 def run_with_timeout(
@@ -102,7 +102,7 @@ class StepWatchdog:
         while self._some.wait():
             self._some.clear()
             while self._steps:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
                 now = time.monotonic()
                 for token, (deadline, cancel) in list(self._steps.items()):
                     if now > deadline and self._steps.pop(token, None) is not None:

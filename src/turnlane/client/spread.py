@@ -38,7 +38,7 @@ from turnlane.queues.api import (
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.runtime import start_thread
 
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 """How long a node may wait for a batch, and the pause before a failed node is asked again."""
 
 
@@ -118,7 +118,7 @@ class BatchFetcher:
     def _fetch(self, queue: Queue) -> None:
         while self._await_want(queue):
             try:
-                batch = queue.get(self._largest, timeout=LOOK_SECONDS)
+                batch = queue.get(self._largest, timeout=POLL_SECONDS)
             except QueueEmpty:
                 continue
             except TransportDown:
@@ -170,7 +170,7 @@ class BatchFetcher:
 
     def _pause(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed, LOOK_SECONDS)
+            self._changed.wait_for(lambda: self._closed, POLL_SECONDS)
 
 
 def _give_back(batch: Batch) -> None:

@@ -59,7 +59,7 @@ def check_sections(data: Values) -> Iterator[SettingIssue]:
         yield from _check_queue(("queues", name), knobs, FORBIDDEN_IN_QUEUES["name"])
     yield from _check_queue(("main",), data.get("main"), f"the main queue is called {MAIN}")
     if MAIN in queues and "main" in data:
-        yield SettingIssue(("main",), "stands in queues too; keep one of them", of_key=True)
+        yield SettingIssue(("main",), "is also defined in `queues`; keep one of them", of_key=True)
     known = [*queues, *_list_pipeline_queues(data)]
     yield from _check_inputs(data.get("inputs"), known)
     yield from _check_rights(_get_mapping(data.get("node")).get("tokens"), known)
@@ -89,7 +89,7 @@ def check_cases(tests: object, actions: dict[str, Values]) -> Iterator[SettingIs
                 message = f"there is no action {name!r}{suggest(name, actions)}"
                 yield SettingIssue(path, message, of_key=True)
             elif kind == DISCARD:
-                message = "this action discards its events; expect rows of the actions behind it"
+                message = "this action discards its events; expect rows of the actions after it"
                 yield SettingIssue(path, message, of_key=True)
 
 
@@ -210,7 +210,8 @@ def _check_unique_names(section: str, noun: str, parts: Actions) -> Iterator[Set
         if isinstance(name, str):
             names[name] += 1
             if names[name] > 1:
-                yield SettingIssue((section, at, "name"), f"another {noun} is called {name!r} too")
+                message = f"the name {name!r} is already used by another {noun}"
+                yield SettingIssue((section, at, "name"), message)
 
 
 # ── addresses ────────────────────────────────────────────────────────────────────────────────────
@@ -324,7 +325,7 @@ def _check_direct_action(path: Path, action: Values) -> Iterator[SettingIssue]:
 
 def _check_deliveries(actions: Actions) -> Iterator[SettingIssue]:
     """Return issues of deliveries with the rest of the action and with the action before it."""
-    before: Values | None = None
+    previous: Values | None = None
     dead_letters = _list_dead_letter_queues(actions)
     failovers = {f"{action.get('name')}.{FAILOVER}" for _, action in actions}
     for at, action in actions:
@@ -337,25 +338,25 @@ def _check_deliveries(actions: Actions) -> Iterator[SettingIssue]:
             yield SettingIssue(("actions", at, "name"), message)
         delivery = action.get("delivery")
         if isinstance(delivery, dict):
-            yield from _check_delivery(("actions", at, "delivery"), action, delivery, before)
-        before = action
+            yield from _check_delivery(("actions", at, "delivery"), action, delivery, previous)
+        previous = action
 
 
 def _check_delivery(
-    path: Path, action: Values, delivery: Values, before: Values | None
+    path: Path, action: Values, delivery: Values, previous: Values | None
 ) -> Iterator[SettingIssue]:
     if _get_type(action.get("output")) == SPARK:
         yield SettingIssue(path, "has no effect here: Spark itself writes this output")
     if _get_type(_get_mapping(delivery.get("failover")).get("output")) == SPARK:
-        message = "Spark writes this only in a lane of its own: name another output"
+        message = "Spark writes this only in a lane of its own: choose another output"
         yield SettingIssue((*path, "failover", "output", "type"), message)
     if delivery.get("mode") == "try_direct":
         yield from _check_try_direct(path, action, delivery)
     if delivery.get("only_when_suspended") is True:
         where: Path = (*path, "only_when_suspended")
-        if before is None or _get_type(before.get("output")) == DISCARD:
+        if previous is None or _get_type(previous.get("output")) == DISCARD:
             yield SettingIssue(where, "there is no action before this one that it could replace")
-        elif not _is_direct(before) and _get_delivery(before).get("mode") != "try_direct":
+        elif not _is_direct(previous) and _get_delivery(previous).get("mode") != "try_direct":
             message = (
                 "the action before has a queue, which takes all its events; "
                 "leave out that queue, or set its delivery.mode to try_direct"
@@ -383,8 +384,8 @@ def _check_try_direct(path: Path, action: Values, delivery: Values) -> Iterator[
 # SQL that joins with a queue removes the joined events from it.
 
 _USE_ANOTHER_QUEUE: Final = (
-    "and a join would take its events away; join with a queue that nothing else reads: a queue of "
-    "queues, or the queue of an action with `output: {type: discard}`"
+    "and a join would take its events away; join with a queue that nothing else reads: a queue "
+    "from the section `queues`, or the queue of an action with `output: {type: discard}`"
 )
 
 
@@ -401,18 +402,18 @@ def _check_joins(actions: Actions, known: Sequence[str]) -> Iterator[SettingIssu
     taken: dict[str, object] = {}
     for at, action in actions:
         names = action.get("with_queues")
-        before: set[str] = set()
+        seen: set[str] = set()
         for index, name in enumerate(names if isinstance(names, list) else ()):
             if not isinstance(name, str):
                 continue
             message = _find_join_issue(name, known, readers, dead_letters)
-            if message is None and name.lower() in before:
-                message = "is there twice: Spark does not distinguish upper and lower case"
+            if message is None and name.lower() in seen:
+                message = "is listed twice: Spark does not distinguish upper and lower case"
             elif message is None and name in taken:
                 message = f"action {taken[name]!r} joins with it already, {_USE_ANOTHER_QUEUE}"
             if message is not None:
                 yield SettingIssue(("actions", at, "with_queues", index), message)
-            before.add(name.lower())
+            seen.add(name.lower())
             taken.setdefault(name, action.get("name"))
 
 

@@ -263,7 +263,7 @@ class _DocumentBuilder:
                 self._add_issue(key, path, "a key must be a plain word, not a list or a mapping")
             elif key.value in made:
                 first = self._document.keys[*path, key.value].line
-                message = f"stands here twice, first in line {first}; remove one"
+                message = f"duplicate key, first in line {first}; remove one"
                 self._add_issue(key, (*path, key.value), message)
             else:
                 self._document.keys[*path, key.value] = FilePosition.of(key)

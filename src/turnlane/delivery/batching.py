@@ -207,16 +207,16 @@ class SendBatch:
 class BatchCutter:
     """Cuts the blocks of one run into batches.
 
-    ``takes_apart`` says that the destination may take some events of a batch and leave others. Then
-    no batch has two events of which one must follow the other.
+    ``can_deliver_partly`` says that the destination may take some events of a batch and leave
+    others. Then no batch has two events of which one must follow the other.
     """
 
     def __init__(
-        self, settings: DeliverySettings, max_events: int, *, takes_apart: bool = False
+        self, settings: DeliverySettings, max_events: int, *, can_deliver_partly: bool = False
     ) -> None:
         self._settings = settings
-        self._takes_apart = takes_apart
-        one_by_one = takes_apart and settings.ordering is Ordering.STRICT
+        self._can_deliver_partly = can_deliver_partly
+        one_by_one = can_deliver_partly and settings.ordering is Ordering.STRICT
         self._max_events = 1 if one_by_one else max_events
         fixed = settings.concurrency
         default = min(DEFAULT_LANES, settings.max_concurrency)
@@ -267,7 +267,7 @@ class BatchCutter:
         keys = _hash_keys(block)
         lanes = (keys % np.uint64(self._lanes)).astype(np.int64)
         # Rows of one key get rising turns, so that the n-th rows of all keys are grouped together.
-        turns = count_earlier_equals(keys) if self._takes_apart else np.zeros_like(lanes)
+        turns = count_earlier_equals(keys) if self._can_deliver_partly else np.zeros_like(lanes)
         order = np.lexsort((turns, lanes))
         rows = block.take(order)
         boundary = (np.diff(lanes[order]) != 0) | (np.diff(turns[order]) != 0)

@@ -86,9 +86,9 @@ class Engine(Closeable):
     """Delivers blocks to an output, one run at a time.
 
     The caller closes the output, after the engine. Sends that take longer than ``grace`` seconds
-    after a run was stopped are given up, and their events deferred. ``takes_apart`` says that the
-    output may take some events of a send and want others later. ``activity`` counts what the
-    threads are doing, for a destination state that wants to know.
+    after a run was stopped are given up, and their events deferred. ``can_deliver_partly`` says
+    that the output may take some events of a send and want others later. ``activity`` counts what
+    the threads are doing, for a destination state that wants to know.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Engine(Closeable):
         clock: Clock = SYSTEM_CLOCK,
         chance: Callable[[], float] = random.random,
         grace: float = GRACE,
-        takes_apart: bool = False,
+        can_deliver_partly: bool = False,
         activity: SendActivity | None = None,
     ) -> None:
         self._workers = SendWorkers(output, clock, activity)
@@ -112,7 +112,7 @@ class Engine(Closeable):
             clock=clock,
             chance=chance,
             grace=grace,
-            takes_apart=takes_apart,
+            can_deliver_partly=can_deliver_partly,
         )
         self._lock = threading.Lock()
         """Guards what follows: any thread may stop or close the engine."""
@@ -177,7 +177,7 @@ class DeliveryRun:
         clock: Clock,
         chance: Callable[[], float],
         grace: float,
-        takes_apart: bool,
+        can_deliver_partly: bool,
     ) -> None:
         self.mailbox: Mailbox = queue.SimpleQueue()
         self._on_capacity_freed = partial(self.mailbox.put, RunSignal.CAPACITY_FREED)
@@ -191,7 +191,9 @@ class DeliveryRun:
         self._give_up_at: float | None = None
         """Set when the run is stopping: the time at which it gives up sends in progress."""
         burst, limit = get_burst(settings), settings.batch_events
-        self._cutter = BatchCutter(settings, min(limit, burst or limit), takes_apart=takes_apart)
+        self._cutter = BatchCutter(
+            settings, min(limit, burst or limit), can_deliver_partly=can_deliver_partly
+        )
         self._client = DestinationClient(destination, clock, has_rate_limit=burst is not None)
         self._concurrency = make_concurrency_limit(settings, self._client.permit.concurrency)
         self._lanes = OrderingLanes()

@@ -68,7 +68,7 @@ def decide_after_failed_prepare(
     """Decide after the first ``count`` rows of a batch could not be prepared.
 
     ``prepare`` does no I/O, so it would fail again, unless it says otherwise or memory was short. A
-    retry counts as a failure of the destination: it also waits for a person.
+    retry counts as a failure of the destination: it, too, may need a person to correct something.
     """
     if isinstance(error, RetryLater | MemoryError):
         return AttemptDecision(AttemptSignal.FAILED, later=batch, error=error)
@@ -182,7 +182,7 @@ def _settle_rows(
 
 
 def _is_unclear(error: BaseException) -> bool:
-    """Whether an error makes no sense for a single event of a send: it is tried again, limited."""
+    """Whether it is neither ``RetryLater`` nor ``Never``: retried up to ``max_attempts`` times."""
     return not isinstance(error, RetryLater | Never)
 
 

@@ -269,7 +269,7 @@ def _find_unusable_names(names: Iterable[str]) -> list[tuple[str, str]]:
     known: set[str] = set()
     for name in names:
         if name.lower() in known:
-            issues.append((name, "is there twice: Spark ignores the case of column names"))
+            issues.append((name, "is listed twice: Spark ignores the case of column names"))
         known.add(name.lower())
     return issues
 

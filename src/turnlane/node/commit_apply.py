@@ -416,7 +416,7 @@ class CommitJob:
         """Publish parts; return the parts that their queues refuse."""
         publisher = StagePublisher(group, self._queues, self._is_dropped)
         if any(
-            self._queues[part.queue].stored_id and contents is not None and contents.diskless
+            self._queues[part.queue].stored_id and contents is not None and contents.has_memory_copy
             for part in group
             for contents in [self._context.staging.find_contents(part.stage)]
         ):
@@ -438,7 +438,7 @@ class CommitJob:
                 raise
             published = max(0, get_next_sequence(queue) - part.sequence)
             rest = _skip_events(staging.blocks(part.stage), published)
-            limit = staging.get_contents(part.stage).spare
+            limit = staging.get_contents(part.stage).max_events_in_memory
             self._context.keep_in_memory(queue.name, rest, limit)
             self._in_memory.add(part.stage)
         publisher.wait_until_persisted_or_failing()

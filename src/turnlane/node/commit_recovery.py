@@ -49,7 +49,7 @@ class UnfinishedCommits:
         """Discard the stages that no commit needs. Keep all if a record is unreadable."""
         try:
             if self.unreadable:
-                self.context.staging.keep_leftovers()
+                self.context.staging.set_aside_unclaimed()
             for path in self.unreadable:
                 self.context.log.mark_failed(path)
             self.context.staging.discard_leftovers()

@@ -23,8 +23,8 @@ A commit is in one of these states::
   record keeps only these and is called ``.failed``. Every start tries it again, with new sequence
   numbers if the queue has used the old ones.
 
-Stages can be *diskless*: if the disk is full or fails, their events wait in memory, and the commit
-continues without them, even without a record if that cannot be written.
+Stages can have a copy in memory: if the disk is full or fails, their events wait there, and the
+commit continues without them, even without a record if that cannot be written.
 
 A start applies the records in the order in which they were written; a commit that shares a lock
 with an unfinished earlier one waits for it. Offsets that an earlier process knew and this one does
@@ -243,7 +243,9 @@ class Commits:
         # Keep the stages in memory for which the queue, or the disk, had no room.
         for stage in set(commit.stages).difference(plan.stages):
             contents = self._staging.get_contents(stage)
-            self.overflow.add(contents.queue, self._staging.blocks(stage), contents.spare)
+            self.overflow.add(
+                contents.queue, self._staging.blocks(stage), contents.max_events_in_memory
+            )
             self._staging.release_claims([stage])
             self.abort([stage])
         return True
@@ -332,10 +334,14 @@ class Commits:
                 path = self._log.append(plan)
             except StorageFailed:
                 stages = map(self._staging.get_contents, commit.stages)
-                if not commit.stages or commit.writer or not all(each.diskless for each in stages):
+                if (
+                    not commit.stages
+                    or commit.writer
+                    or not all(each.has_memory_copy for each in stages)
+                ):
                     raise
-                # All stages are diskless, so their events wait in memory, and a queue always has
-                # room for acks. Offsets that are not settled when the node ends are read again.
+                # All stages have a copy in memory, so their events wait there, and a queue always
+                # has room for acks. Offsets that are not settled when the node ends are read again.
                 plan = replace(plan, parts=())
             return plan, CommitJob(plan, path, queues, self._context)
         except BaseException:
@@ -390,7 +396,9 @@ class Commits:
             if has_room(queues[name], count, size[name]):
                 continue
             mine = [part for part in parts if part.queue == name]
-            if not all(self._staging.get_contents(part.stage).spare for part in mine):
+            if not all(
+                self._staging.get_contents(part.stage).max_events_in_memory for part in mine
+            ):
                 message = f"queue {name!r} has no room for {count} staged events"
                 raise QueueFull(message, after=1.0)
             parts = [part for part in parts if part.queue != name]

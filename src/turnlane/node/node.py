@@ -381,7 +381,12 @@ class Node(Closeable):
         """
         check = self.queue(name).producer().check_publishable
         ready = check(pa.RecordBatch.from_pylist([], schema))
-        contents = StageContents(name, ready.schema, spare=spare, diskless=diskless and spare > 0)
+        contents = StageContents(
+            name,
+            ready.schema,
+            max_events_in_memory=spare,
+            has_memory_copy=diskless and spare > 0,
+        )
         return self.staging.stage(contents, check)
 
     def copy(self, source: BufferedQueue, into: Sequence[str]) -> QueueCopy:

@@ -3,9 +3,10 @@
 A stage is one file, an Arrow IPC stream, for one target queue. Only stages of recorded commits
 survive the process: a writer whose stage is gone writes it again.
 
-A *diskless* stage is also kept in memory while it is written. If the disk fails, the copy in memory
-takes its place. Its events are dead letters, and a lane must not stop because their queue is full
-or its disk fails. The :class:`OverflowBuffer` holds such events until their queue takes them.
+A stage may have a *copy in memory* while it is written (``diskless`` on the wire). If the disk
+fails, the copy takes the place of the file. Its events are dead letters, and a lane must
+not stop because their queue is full or its disk fails. The :class:`OverflowBuffer` holds such
+events until their queue takes them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ BlockCheck = Callable[[Block], Block]
 """Returns a block in the form that its queue takes; raises the permanent errors of the queue."""
 
 MAX_BYTES: Final = 64 << 20
-"""The limit for the blocks of diskless stages in memory, and for the overflow buffer."""
+"""The limit for the copies of stages in memory, and for the overflow buffer."""
 
 
 class StageContents(NamedTuple):
@@ -54,9 +55,9 @@ class StageContents(NamedTuple):
     schema: pa.Schema
     events: int = 0
     bytes: int = 0
-    spare: int = 0
+    max_events_in_memory: int = 0
     """How many events may wait in memory if the queue has no room for them; 0: none."""
-    diskless: bool = False
+    has_memory_copy: bool = False
     """Whether they may also wait in memory if the disk is full or fails."""
     blocks: Sequence[Block] | None = None
     """The blocks, if the disk did not take them."""
@@ -82,9 +83,9 @@ class Stage(Closeable):
         self._position = 0
         self._failure: OSError | None = None
         """The disk error after which the stage continues in memory."""
-        self._copy: list[Block] | None = [] if contents.diskless else None
-        """The blocks of a diskless stage. Needed from the first block on, because the disk may not
-        return data that it could not sync."""
+        self._copy: list[Block] | None = [] if contents.has_memory_copy else None
+        """The copy in memory. Needed from the first block on, because the disk may not return
+        data that it could not sync."""
         with self._continue_in_memory():
             self._fd = self._disk.open(staging.path(self.id), create=True)
             schema = contents.schema if contents.source is None else EVENT_REF_SCHEMA
@@ -191,7 +192,7 @@ class Staging:
         self._claimed: set[str] = set()
         """Stages of running commits: :meth:`discard` does not delete them."""
         self._memory: Counter[str] = Counter()
-        """Bytes of diskless stages in memory."""
+        """Bytes of the copies in memory, by stage."""
         self._lock = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -287,7 +288,7 @@ class Staging:
         for stage_id in self._list_files():
             self.discard(stage_id)
 
-    def keep_leftovers(self) -> None:
+    def set_aside_unclaimed(self) -> None:
         """Rename the unclaimed stages of an earlier process to ``.kept``. Raises ``OSError``."""
         for stage_id in self._list_files():
             if stage_id not in self._claimed:
@@ -313,8 +314,8 @@ class Staging:
 class OverflowBuffer:
     """Dead letters that wait in memory until their queue has room. Safe to use from any thread.
 
-    The events are lost with the process, and beyond a limit the oldest are dropped. Both are worse
-    than a larger queue, so they are logged and counted.
+    The events are lost with the process, and beyond a limit the oldest are dropped. Both are
+    logged and counted; enlarge the queue to avoid them.
     """
 
     def __init__(self, queue: Callable[[str], BufferedQueue], max_bytes: int = MAX_BYTES) -> None:
@@ -323,7 +324,7 @@ class OverflowBuffer:
         self._waiting: dict[str, deque[Block]] = {}
         self._lock = threading.Lock()
         self.dropped: Counter[str] = Counter()
-        """Events dropped, by queue: the oldest beyond a limit, and the rest at the end."""
+        """Events dropped, by queue: the oldest beyond a limit; at the end, those that are left."""
 
     def add(self, name: str, blocks: Iterable[Block], max_events: int) -> None:
         """Keep blocks for a queue; drop the oldest beyond ``max_events`` events."""

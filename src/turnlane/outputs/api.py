@@ -8,7 +8,7 @@ run on different threads, so that they overlap. ``send`` succeeds or raises:
   events wait for that.
 - ``PayloadTooLarge``: fewer events at a time may succeed.
 - ``PartlyDelivered``: all events but some, each of which has its own error of this list. If an
-  error may be ``RetryLater``, the output must say so by ``takes_apart``.
+  error may be ``RetryLater``, the output must say so by ``can_deliver_partly``.
 - any other ``Never``: at least one of the events can never be delivered. The lane finds out which
   ones by sending halves.
 - an error that is not turnlane's counts as ``RetryLater``, a limited number of times.
@@ -63,11 +63,16 @@ class Output(Closeable):
 
     @property
     def takes_apart(self) -> bool:
+        """The former name of :attr:`can_deliver_partly`, for outputs that override it."""
+        return False
+
+    @property
+    def can_deliver_partly(self) -> bool:
         """Whether it may take some events of a block and want others later.
 
         Then a block never has two events of which one must follow the other.
         """
-        return False
+        return self.takes_apart
 
     @property
     def rejected(self) -> int:

@@ -96,7 +96,7 @@ class ElasticsearchOutput(RequestOutput):
     settings_type: ClassVar[type[OutputSettings]] = ElasticsearchOutputSettings
     settings: ElasticsearchOutputSettings
     max_response_bytes: ClassVar[int] = 1 << 26
-    takes_apart = True
+    can_deliver_partly = True
 
     def __init__(self, settings: ElasticsearchOutputSettings) -> None:
         super().__init__(settings)
@@ -124,7 +124,7 @@ class ElasticsearchOutput(RequestOutput):
         if ids is not None:
             parts += [_make_scalar('","_id":"'), to_large_binary(escape_json(ids))]
         lines = join_columns(*parts, _make_scalar('"}}\n'), documents, _make_scalar("\n"))
-        body, headers = self.pack(join_texts(lines).data, _CONTENT_TYPE)
+        body, headers = self.encode_body(join_texts(lines).data, _CONTENT_TYPE)
         return HttpRequest(self._url, body, headers, rows, rebuild)
 
     def check_response(self, request: HttpRequest, response: HttpResponse) -> None:
@@ -168,7 +168,7 @@ class ElasticsearchOutput(RequestOutput):
     def check(self) -> None:
         """Ask for the information about the cluster."""
         url = f"{self.settings.url}/"
-        self._parse(self.require_success(self.exchange(url, method="GET"), url))
+        self._parse(self.require_success(self.request_once(url, method="GET"), url))
 
 
 def _make_scalar(text: str) -> Any:  # noqa: ANN401

@@ -130,7 +130,7 @@ class HttpOutput(RequestOutput):
         self._body = None if settings.body is None else Template.parse(settings.body)
 
     @property
-    def takes_apart(self) -> bool:
+    def can_deliver_partly(self) -> bool:
         """Whether there may be several requests for a block."""
         is_constant = self._url.constant is not None
         has_constant_headers = len(self.get_headers()) == len(self._headers)
@@ -155,7 +155,7 @@ class HttpOutput(RequestOutput):
         """Yield the rows of each request with its URL and headers."""
         all_rows: BlockRows = np.arange(block.num_rows)
         constant_url = self._url.constant
-        if constant_url is not None and not self.takes_apart:
+        if constant_url is not None and not self.can_deliver_partly:
             if block.num_rows:
                 yield all_rows, constant_url, self.get_headers()
             return
@@ -184,7 +184,7 @@ class HttpOutput(RequestOutput):
         body = self._make_body(payloads)
         key = make_idempotency_key(block, body) if self.settings.idempotency_key else None
         types = _SINGLE_CONTENT_TYPES if self.settings.one_by_one else _CONTENT_TYPES
-        packed, packed_headers = self.pack(body, types[self.settings.format], key, headers)
+        packed, packed_headers = self.encode_body(body, types[self.settings.format], key, headers)
         return HttpRequest(url, packed, packed_headers, rows, rebuild)
 
     def _make_body(self, payloads: Any) -> pa.Buffer:  # noqa: ANN401
@@ -208,7 +208,7 @@ class HttpOutput(RequestOutput):
         url = self._url.constant
         if url is None:
             url = "/".join([*self._url.get_text_before_fields().split("/")[:3], ""])
-        response = self.exchange(url, method="HEAD")
+        response = self.request_once(url, method="HEAD")
         if response.status not in _REACHABLE:
             self.require_success(response, url)
 

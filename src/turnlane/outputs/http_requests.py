@@ -2,8 +2,8 @@
 
 An output makes requests of a block in ``prepare`` and reads responses in ``check_response``;
 ``RequestOutput`` sends the requests one after another. If one of several requests is refused, the
-bad events are searched here by sending halves: the lane would have to send the whole block again,
-although the other requests were delivered.
+bad events are found here by sending each half again: the lane would have to send the whole block
+again, although the other requests were delivered.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class HttpAuthSettings(SettingsModel):
             message = f"set exactly one of {', '.join(names)}, {found}"
             raise ContradictorySettings([ConfigIssue(given[-1] if given else "token_env", message)])
         if (self.username is not None) != given[0].startswith("password"):
-            message = "needs password_env or password_file, and these need a username"
+            message = "set username together with password_env or password_file"
             raise ContradictorySettings([ConfigIssue("username", message)])
         return self
 
@@ -194,8 +194,8 @@ def select_rows(block: Block, rows: BlockRows) -> Block:
 
 
 _ALL_URLS: Final = ""
-"""The key of an error that requests to every URL would meet."""
-_OUT_OF_TIME: Final = RetryLater("the time for one send was over", after=0.0, alone=True)
+"""The key of an error that requests to every URL would get."""
+_OUT_OF_TIME: Final = RetryLater("the send reached its time limit", after=0.0, alone=True)
 
 
 class RequestOutput(Output):
@@ -224,7 +224,7 @@ class RequestOutput(Output):
         """Return the headers of the settings, as far as they are the same for all requests."""
         return {name: text.encode() for name, text in self.settings.headers.items()}
 
-    def pack(
+    def encode_body(
         self,
         body: pa.Buffer | bytes,
         content_type: str,
@@ -245,7 +245,7 @@ class RequestOutput(Output):
         given = self.get_headers() if headers is None else headers
         return body, _merge_headers(added, given)
 
-    def exchange(
+    def request_once(
         self,
         url: str,
         body: Any = None,  # noqa: ANN401
@@ -299,13 +299,13 @@ class RequestOutput(Output):
         if error is None:
             url = _ALL_URLS
             try:
-                response = self.exchange(request.url, request.body, request.headers)
+                response = self.request_once(request.url, request.body, request.headers)
                 if response.is_about_url:
                     url = request.url
                 self.check_response(request, self.require_success(response, request.url))
                 return {}
             except RetryLater as failure:
-                error = url_errors[url] = failure  # other requests would meet it too
+                error = url_errors[url] = failure  # other requests would get it too
             except TurnlaneError as failure:
                 error = failure
         if isinstance(error, PartlyDelivered):

@@ -85,7 +85,7 @@ class OtlpOutput(RequestOutput):
 
     settings_type: ClassVar[type[OutputSettings]] = OtlpOutputSettings
     settings: OtlpOutputSettings
-    takes_apart = True
+    can_deliver_partly = True
 
     def __init__(self, settings: OtlpOutputSettings) -> None:
         super().__init__(settings)
@@ -124,7 +124,7 @@ class OtlpOutput(RequestOutput):
             ids = make_dated_event_ids(others)
             body += encode_logs_request(others, resource=self.settings.resource, ids=ids)
         key = make_idempotency_key(select_rows(block, rows), body)
-        packed, headers = self.pack(body, PROTOBUF, key)
+        packed, headers = self.encode_body(body, PROTOBUF, key)
         export = _Export(signal, body, len(rows))
         return HttpRequest(self._get_url(signal), packed, headers, rows, rebuild, context=export)
 
@@ -169,7 +169,7 @@ class OtlpOutput(RequestOutput):
         """Export no records, which every collector accepts."""
         url = self._get_url(Signal.LOGS)
         headers = {**self.get_headers(), "Content-Type": PROTOBUF.encode()}
-        response = self.exchange(url, b"", headers)
+        response = self.request_once(url, b"", headers)
         self._read_rejections(Signal.LOGS, self.require_success(response, url))
 
 

@@ -55,7 +55,7 @@ LAST_RETRY = 1.0
 HANG_SECONDS = 10.0
 """How long after ``shutdown_timeout`` a close waits for a disk that does nothing."""
 
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 """How soon a ``done()`` that waits for the writer notices that the disk fails."""
 
 MANY_FAILURES = 3
@@ -363,7 +363,7 @@ class LogStorage(Storage):
                 can_write = self._writer.is_alive() and not self._is_stopping and not is_failing
                 if not can_write or end <= host.persisted.position:
                     return
-            host.wait_level(AckLevel.PERSISTED, end, LOOK_SECONDS)
+            host.wait_level(AckLevel.PERSISTED, end, POLL_SECONDS)
 
     def sync_settled(self, *, now: bool = False) -> None:
         if now:

@@ -50,9 +50,9 @@ log = get_logger(__name__)
 FIRST_RETRY = 0.05
 LAST_RETRY = 5.0
 """Seconds between attempts to connect, doubling with jitter from one to the other."""
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 """How long to wait for events or news before looking whether the connection still stands."""
-LEAVE_SECONDS = 5.0
+CLOSE_SECONDS = 5.0
 """How long a close waits for a transport that hangs."""
 
 
@@ -136,7 +136,7 @@ class RemoteStorage(Storage):
         if connection is not None:
             self._disconnect(connection)  # the sender may be blocked in it, at a busy node
         if threading.current_thread() is not self._sender:
-            self._sender.join(LEAVE_SECONDS)
+            self._sender.join(CLOSE_SECONDS)
         with self._host.lock:
             # The node keeps the events that it has persisted; publishers heard of no delivery.
             self._host.settle_delivered(self._persisted, notify=False)
@@ -158,7 +158,7 @@ class RemoteStorage(Storage):
         """Connect and send until the connection breaks; true if the node came any further."""
         before = self._advances
         try:
-            self._use(self._transport.connect(self._producer_id))
+            self._serve_connection(self._transport.connect(self._producer_id))
         except TransportDown as error:
             self._log_retry("queue.node_unreachable", error, is_known=self._has_logged_down)
             self._has_logged_down = True
@@ -192,21 +192,21 @@ class RemoteStorage(Storage):
         with self._news:
             self._news.notify_all()
 
-    def _use(self, connection: NodeConnection) -> None:
+    def _serve_connection(self, connection: NodeConnection) -> None:
         listener: threading.Thread | None = None
         try:
-            self._greet(connection)
+            self._start_connection(connection)
             listener = start_thread(f"turnlane-listener-{self._name}", self._listen, connection)
             self._resend(connection)
             while self._is_usable():
                 self._send_next(connection)
-                self._pass_on_urgency(connection)
+                self._request_early_sync(connection)
         finally:
             self._disconnect(connection)
             if listener is not None:
                 listener.join()
 
-    def _greet(self, connection: NodeConnection) -> None:
+    def _start_connection(self, connection: NodeConnection) -> None:
         with self._host.lock:
             self._host.set_durability(connection.durability)
         with self._lock:
@@ -245,7 +245,7 @@ class RemoteStorage(Storage):
             with self._news:
                 self._news.wait_for(lambda: not self._unaccepted or not self._is_usable())
         try:
-            batch = self._take(self._settings.batch_size, LOOK_SECONDS)
+            batch = self._take(self._settings.batch_size, POLL_SECONDS)
         except QueueEmpty:
             # Arrow's pool keeps what this thread has used, which may now be idle for long.
             pa.default_memory_pool().release_unused()
@@ -257,7 +257,7 @@ class RemoteStorage(Storage):
             return
         self._send(connection, self._add_sent(batch))
 
-    def _pass_on_urgency(self, connection: NodeConnection) -> None:
+    def _request_early_sync(self, connection: NodeConnection) -> None:
         """If a publisher waits here, let the node hurry, as a queue of our own would.
 
         Once the node has everything that is waited for, and once per connection.
@@ -297,7 +297,7 @@ class RemoteStorage(Storage):
     def _listen(self, connection: NodeConnection) -> None:
         try:
             while self._is_usable():
-                progress = connection.progress(LOOK_SECONDS)
+                progress = connection.progress(POLL_SECONDS)
                 if progress is not None:
                     self._handle_progress(progress)
         except (TransportDown, QueueClosed) as error:

@@ -44,7 +44,7 @@ DeadLetters = Callable[[Batch, Exception], None]
 FIRST_PAUSE = 0.1
 LAST_PAUSE = 30.0
 """Seconds between attempts of a consumer that fails, doubling with jitter from one to the other."""
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 """How often the supervisor looks for consumers that take too long, while one is busy."""
 
 
@@ -106,7 +106,7 @@ class _Worker:
         while self._pool.running:
             left = until - time.monotonic()
             try:
-                return self._pool.queue.get(timeout=max(0.0, min(LOOK_SECONDS, left)))
+                return self._pool.queue.get(timeout=max(0.0, min(POLL_SECONDS, left)))
             except QueueEmpty:
                 if left <= 0:
                     return None
@@ -287,11 +287,11 @@ class WorkerPool(Closeable):
                 self._supervise_once()
             except Exception:
                 log.exception("queue.supervisor_failed", queue=self.queue.name)
-                self._stop.wait(LOOK_SECONDS)
+                self._stop.wait(POLL_SECONDS)
 
     def _supervise_once(self) -> None:
         settings = self.queue.settings
-        backlog = self.queue.await_backlog(LOOK_SECONDS if self.active else 1.0)
+        backlog = self.queue.await_backlog(POLL_SECONDS if self.active else 1.0)
         if not self.queue.closed:
             minimum = settings.worker_minimum_events or settings.dequeue_batch_size
             wanted = count_wanted_workers(backlog, minimum, settings.workers)
@@ -303,7 +303,7 @@ class WorkerPool(Closeable):
                     self._workers.add(worker)
         self._cancel_overdue(settings.completion_timeout)
         if self.active and (backlog or self.queue.closed):
-            self._stop.wait(LOOK_SECONDS)
+            self._stop.wait(POLL_SECONDS)
 
     def _cancel_overdue(self, limit: float) -> None:
         for worker in self._others():
@@ -331,7 +331,7 @@ class WorkerPool(Closeable):
         self._stop.set()
         while self._supervisor.is_alive():
             self.queue.wake_readers()
-            self._supervisor.join(LOOK_SECONDS)
+            self._supervisor.join(POLL_SECONDS)
         with self._changed:
             self._changed.wait_for(lambda: not self._others(), settings.completion_timeout)
         self._cancel_overdue(-1.0)

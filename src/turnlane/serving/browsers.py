@@ -27,12 +27,12 @@ class BrowserGuard:
     """Refuses requests of foreign web pages if the server has no tokens."""
 
     def __init__(self, authority: Authority, address: Address) -> None:
-        self._is_open = not authority.has_tokens
+        self._has_no_tokens = not authority.has_tokens
         self._address = address
 
     def check(self, headers: Headers) -> None:
         """Raise ``NotAllowed`` for a request that a page of another site has sent."""
-        if not self._is_open:
+        if not self._has_no_tokens:
             return
         origin, host = headers.get("origin"), headers.get("host")
         is_foreign = origin is not None and urlsplit(origin).netloc != host

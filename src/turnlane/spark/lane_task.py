@@ -355,7 +355,7 @@ class StepDelivery:
             self._step.delivery,
             destination,
             grace=grace,
-            takes_apart=output.takes_apart,
+            can_deliver_partly=output.can_deliver_partly,
             activity=activity,
         )
         return self._opened.enter_context(engine)

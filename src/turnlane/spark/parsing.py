@@ -66,9 +66,9 @@ def find_source_columns(settings: ParseSettings, wanted: AbstractSet[str]) -> Ab
 # ── JSON: one VARIANT column, `data`, parsed once and read by path ──
 
 _BYTE_ORDER_MARK: Final = "\ufeff"
-_END: Final = "turnlane: the end"
+_SENTINEL: Final = "turnlane: the end"
 """A text behind the value, which shows whether the value is a single JSON text."""
-_NOT_ONE: Final = "this is not one JSON text, or has a key twice in one object"
+_INVALID_JSON: Final = "this is not one JSON text, or has a key twice in one object"
 
 
 def parse_json(df: DataFrame, settings: ParseSettings) -> DataFrame:
@@ -81,20 +81,20 @@ def parse_json(df: DataFrame, settings: ParseSettings) -> DataFrame:
         name: F.try_variant_get("data", pick.path, pick.kind)
         for name, pick in settings.build_json_columns().items()
     }
-    wrong = (
+    error_text = (
         F.when(F.col("value").isNull(), "there is no value")
-        .when(F.col("data").isNull(), _NOT_ONE)
+        .when(F.col("data").isNull(), _INVALID_JSON)
     )  # fmt: skip
-    return read.withColumns({**picked, PARSE_ERROR: wrong})
+    return read.withColumns({**picked, PARSE_ERROR: error_text})
 
 
 def add_json_data(df: DataFrame) -> DataFrame:
     """Add only ``data``; null if the value is no JSON, or has more text after the JSON."""
     text = F.ltrim(F.make_valid_utf8(F.col("value").cast("string")), F.lit(_BYTE_ORDER_MARK))
     # Spark stops reading after the first JSON text. In a list, the text after it is an element.
-    read = F.try_parse_json(F.concat(F.lit("["), text, F.lit(f',"{_END}"]')))
+    read = F.try_parse_json(F.concat(F.lit("["), text, F.lit(f',"{_SENTINEL}"]')))
     listed = df.withColumn("_listed", read)
-    is_one = F.try_variant_get("_listed", "$[1]", "string") == _END
+    is_one = F.try_variant_get("_listed", "$[1]", "string") == _SENTINEL
     data = F.when(is_one, F.try_variant_get("_listed", "$[0]", "variant"))
     return listed.withColumn("data", data).drop("_listed")
 
@@ -126,14 +126,14 @@ def parse_otlp(df: DataFrame) -> DataFrame:
 
 _SEPARATOR: Final = "\x1f"
 """The separator of the groups. A text that contains it needs a pass for each group."""
-_COMMENTED: Final = re.compile(r"\(\?[a-zA-Z]*x[a-zA-Z]*\)")
+_VERBOSE_FLAG: Final = re.compile(r"\(\?[a-zA-Z]*x[a-zA-Z]*\)")
 """The beginning of a pattern that ignores spaces and may have comments."""
 
 
 def parse_regex(df: DataFrame, settings: ParseSettings) -> DataFrame:
     """Add the groups of the first match, empty ones as null, and ``parse_error``.
 
-    The pattern may match anywhere in the text; ``^`` and ``$`` pin it.
+    The pattern may match anywhere in the text; ``^`` and ``$`` anchor it.
     """
     grouped = settings.build_grouped_pattern()
     for pattern in (grouped.pattern, _match_whole_text(grouped)):
@@ -145,11 +145,11 @@ def parse_regex(df: DataFrame, settings: ParseSettings) -> DataFrame:
         name: F.nullif(F.get("_groups", F.lit(at)), F.lit(""))
         for at, name in enumerate(grouped.names, start=1)
     }
-    wrong = (
+    error_text = (
         F.when(F.col("value").isNull(), "there is no value")
         .when(F.col("_groups").isNull() | (F.size("_groups") < 2), "the pattern does not match")
     )  # fmt: skip
-    return steps.withColumns({**columns, PARSE_ERROR: wrong}).drop("_text", "_groups")
+    return steps.withColumns({**columns, PARSE_ERROR: error_text}).drop("_text", "_groups")
 
 
 def _split_groups(text: Column, grouped: GroupedPattern) -> Column:
@@ -169,7 +169,7 @@ def _split_groups(text: Column, grouped: GroupedPattern) -> Column:
 def _match_whole_text(grouped: GroupedPattern) -> str:
     """Return the pattern with the text before and after its first match."""
     # The last line of a pattern with comments may end in a comment.
-    end = "\n" if _COMMENTED.match(grouped.pattern) else ""
+    end = "\n" if _VERBOSE_FLAG.match(grouped.pattern) else ""
     return rf"\A(?s:.*?)(?:{grouped.pattern}{end})(?s:.*)\z"
 
 

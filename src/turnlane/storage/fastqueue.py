@@ -1,4 +1,4 @@
-"""Directories written by metrics-governor's FastQueue, opened for reading only.
+"""Directories of FastQueue, the disk queue of the proxy metrics-governor, opened for reading only.
 
 A user who moves to turnlane can take the backlog along, also the blocks that FastQueue itself would
 not return any more. FastQueue writes::
@@ -57,7 +57,7 @@ class FastQueueFault:
 
     file: Path
     byte: int
-    what: str
+    message: str
 
 
 class BlockSpan(NamedTuple):
@@ -112,16 +112,16 @@ class FastQueueChunkReader(Closeable):
     def read_value(self, span: BlockSpan) -> bytes | FastQueueFault:
         """Return the block's data, decompressed."""
         if span.length > MAX_BLOCK_BYTES:
-            what = f"block of {span.length} bytes is larger than an event can be"
-            return FastQueueFault(self._path, span.at, what)
+            message = f"block of {span.length} bytes is larger than an event can be"
+            return FastQueueFault(self._path, span.at, message)
         data = self._read(span.at + WORD, span.length)
         if len(data) < span.length:
-            return FastQueueFault(self._path, span.at, "the file was cut while it was read")
+            return FastQueueFault(self._path, span.at, "the file was truncated while it was read")
         if not span.snappy:
             return data
         claimed = parse_snappy_length(data)
         if claimed is None or claimed > min(SNAPPY_RATIO * len(data), MAX_BLOCK_BYTES):
-            return FastQueueFault(self._path, span.at, "snappy data begins with a false length")
+            return FastQueueFault(self._path, span.at, "snappy data begins with a wrong length")
         try:
             return decompress(data, claimed).to_pybytes()
         except FrameDamaged as error:
@@ -141,8 +141,10 @@ class FastQueueChunkReader(Closeable):
         if length > MAX_BLOCK_BYTES and length > left:
             return FastQueueFault(self._path, at, f"corrupt length {length}: {left} bytes follow")
         if length > left:
-            what = f"torn, or its length corrupt: block of {length} bytes, of which {left} follow"
-            return FastQueueFault(self._path, at, what)
+            message = (
+                f"torn, or its length corrupt: block of {length} bytes, of which {left} follow"
+            )
+            return FastQueueFault(self._path, at, message)
         return BlockSpan(at, length, bool(word & SNAPPY))
 
     def _measure_hole(self, at: int) -> int:
@@ -334,8 +336,8 @@ class FastQueueDirectory:
             if isinstance(item, FastQueueFault):
                 yield item
             elif reader is not None and item.position < reader < item.end:
-                what = f"reader_offset {reader} is within the block at {item.position}"
-                yield FastQueueFault(self.path / METADATA_FILE, 0, what)
+                message = f"reader_offset {reader} is within the block at {item.position}"
+                yield FastQueueFault(self.path / METADATA_FILE, 0, message)
 
     def _check_metadata(self, metadata: FastQueueMetadata) -> Iterator[FastQueueFault]:
         reader, writer = metadata.reader_offset, metadata.writer_offset
@@ -354,8 +356,8 @@ class FastQueueDirectory:
             wrong.append(f"writer_offset {writer} is ahead of the data, which ends at {end}")
         elif writer < end:
             wrong.append(f"writer_offset {writer} is behind the data, which ends at {end}")
-        for what in wrong:
-            yield FastQueueFault(self.path / METADATA_FILE, 0, what)
+        for message in wrong:
+            yield FastQueueFault(self.path / METADATA_FILE, 0, message)
 
     def _get_size(self, chunk: _Chunk) -> int:
         try:
@@ -366,25 +368,25 @@ class FastQueueDirectory:
 
     def _scan_chunks(self, start: int) -> Iterator[_Block | FastQueueFault]:
         """Yield the blocks that end after ``start``, and faults, chunk by chunk."""
-        reached = 0
+        covered_end = 0
         for chunk in self._chunks:
             try:
                 with FastQueueChunkReader(self._disk, chunk.path) as reader:
                     end = chunk.start + reader.size
                     if end > start:
-                        yield from self._scan_chunk(chunk, reader, start, reached)
-                    reached = max(reached, end)
+                        yield from self._scan_chunk(chunk, reader, start, covered_end)
+                    covered_end = max(covered_end, end)
             except OSError as error:
                 yield FastQueueFault(chunk.path, 0, f"cannot be read: {error.strerror}")
 
     def _scan_chunk(
-        self, chunk: _Chunk, reader: FastQueueChunkReader, start: int, reached: int
+        self, chunk: _Chunk, reader: FastQueueChunkReader, start: int, covered_end: int
     ) -> Iterator[_Block | FastQueueFault]:
         hints = {start}
         if self.metadata is not None:
             hints |= {self.metadata.reader_offset, self.metadata.writer_offset}
         boundaries = sorted(hint - chunk.start for hint in hints)
-        for span in reader.spans(reached - chunk.start, boundaries):
+        for span in reader.spans(covered_end - chunk.start, boundaries):
             if isinstance(span, FastQueueFault):
                 yield span
                 continue

@@ -258,7 +258,7 @@ class FastQueueInspection:
                     fault=True,
                     file=fault.file.name,
                     byte=fault.byte,
-                    what=fault.what,
+                    what=fault.message,
                     todo="export what can be read; turnlane never changes FastQueue's files",
                 )
             )

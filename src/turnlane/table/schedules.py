@@ -52,7 +52,7 @@ class CronField(NamedTuple):
         start = self.first if everything else self._parse_number(first)
         end = self._parse_number(last) if last else self.last if everything or step else start
         if start > end or step in {"0", "00", "000", "0000"}:
-            raise ValueError(f"{self.name}: {text!r} holds nothing")
+            raise ValueError(f"{self.name}: {text!r} matches no value")
         return range(start, end + 1, int(step or 1))
 
     def _parse_number(self, text: str) -> int:
@@ -283,7 +283,7 @@ class ScheduleTable:
             with contextlib.suppress(_RollBack):
                 self._session.transact(try_event)
         except self._inserter.dialect.error as error:
-            raise SchemaMismatch(f"{self._queue!r} takes no such event: {error}") from error
+            raise SchemaMismatch(f"{self._queue!r} rejects the event: {error}") from error
 
         def replace(execute: Execute) -> None:
             key = (self._queue, schedule.name)

@@ -35,7 +35,7 @@ from turnlane.storage.producer_sequences import GapPolicy
 
 log = get_logger(__name__)
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 """How often the reporter checks whether the client is still there."""
 MAX_SEQUENCE_MAPS = 10_000
 """How many maps without a stream are remembered. A forgotten map only causes late acks."""
@@ -203,7 +203,7 @@ class PublishStream:
         # A client may drop events and skip their numbers at any time.
         self._producer = queue.producer(producer_id=self._name, gaps=GapPolicy.FORGET)
         timeout = queue.settings.full_timeout
-        self._full_timeout = None if timeout is None else max(timeout, LOOK_SECONDS)
+        self._full_timeout = None if timeout is None else max(timeout, POLL_SECONDS)
         """How long one attempt waits for room. With 0 the stream would retry without a pause."""
         self._next = 0
         """The sequence number of the next event."""
@@ -366,9 +366,9 @@ class PublishStream:
         """Wait until there may be progress to report; false once the stream has ended."""
         while True:
             with self._news:
-                self._news.wait_for(lambda: self._is_news or self._over, LOOK_SECONDS)
+                self._news.wait_for(lambda: self._is_news or self._over, POLL_SECONDS)
                 is_news, self._is_news = self._is_news, False
-            if time.monotonic() >= self._looked + LOOK_SECONDS:
+            if time.monotonic() >= self._looked + POLL_SECONDS:
                 self._check_client()
             if is_news or self._over:
                 return not self._over
@@ -407,7 +407,7 @@ class PublishStream:
             )
         # Late events have higher offsets than the pairs of the sequence map.
         while self._late_end and self._level is not AckLevel.ACCEPTED and not self._over:
-            if self._queue.wait_level(self._level, self._late_end, LOOK_SECONDS):
+            if self._queue.wait_level(self._level, self._late_end, POLL_SECONDS):
                 break
         if not self._peer.is_gone():
             self._check()

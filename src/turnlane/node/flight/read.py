@@ -41,7 +41,7 @@ from turnlane.table.shards import KeyRange
 
 log = get_logger(__name__)
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 """How often a call that waits checks whether its client still wants the answer."""
 
 FLUSH_SECONDS: Final = 300.0
@@ -63,8 +63,8 @@ class AbortableWait:
         """Yield the seconds to wait next, at least once. Raises like :meth:`check`."""
         while True:
             left = self._until - time.monotonic()
-            yield min(LOOK_SECONDS, max(0.0, left))
-            if left <= LOOK_SECONDS:
+            yield min(POLL_SECONDS, max(0.0, left))
+            if left <= POLL_SECONDS:
                 return
             self.check()
 
@@ -247,7 +247,7 @@ class ReceiveStream:
                 if self._is_stopping():
                     self._send_message(ended="the node is stopping, or the token has expired")
                     return
-                for first, block in self._stream.take(LOOK_SECONDS):
+                for first, block in self._stream.take(POLL_SECONDS):
                     with self._writing:
                         self._writer.write_with_metadata(block, _encode_metadata(first=first))
         except QueueClosed:

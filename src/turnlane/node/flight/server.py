@@ -48,7 +48,7 @@ log = get_logger(__name__)
 SENDING_METHODS: Final = (flight.FlightMethod.DO_PUT, flight.FlightMethod.DO_EXCHANGE)
 """The calls whose clients send blocks."""
 
-LEAVE_SECONDS = 1.0
+CLOSE_SECONDS = 1.0
 """How long clients have to leave when the node stops, before their connections are shut down."""
 
 _Commands = dict[str, type[messages.Command]]
@@ -179,7 +179,7 @@ class FlightPlane:
         for stream in streams:
             stream.leave("the node is stopping")
         stopper = start_thread("turnlane-flight-stop", self._server.shutdown)
-        stopper.join(min(LEAVE_SECONDS, timeout / 2))
+        stopper.join(min(CLOSE_SECONDS, timeout / 2))
         while stopper.is_alive() and time.monotonic() < until:
             shut_down_connections(self._server.port)
             stopper.join(0.1)

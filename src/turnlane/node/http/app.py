@@ -42,14 +42,14 @@ from turnlane.serving.browsers import BrowserGuard
 from turnlane.serving.http_problems import PROBLEM_HANDLERS, RETRY_AFTER
 from turnlane.serving.http_server import WebServer, WebSettings
 
-_Answering = Callable[[Request], Awaitable[Response]]
+_RequestHandler = Callable[[Request], Awaitable[Response]]
 
 
 class HttpPlane(Closeable):
     """Serves a node over HTTP. Stop it before the node is closed.
 
-    ``inputs`` appear in the metrics. ``waiting_for`` returns the part for which a starting node
-    still waits, and ``None`` once the node is ready.
+    ``inputs`` appear in the metrics. ``get_startup_blocker`` returns the part for which a
+    starting node still waits, and ``None`` once the node is ready.
     """
 
     def __init__(
@@ -59,22 +59,22 @@ class HttpPlane(Closeable):
         settings: WebSettings,
         *,
         inputs: Sequence[CountedInput] = (),
-        waiting_for: Callable[[], str | None] = lambda: None,
+        get_startup_blocker: Callable[[], str | None] = lambda: None,
         tables: Tables | None = None,
     ) -> None:
-        served = tables or Tables()
+        served_tables = tables or Tables()
         self._context = context = RequestContext(node, authority, settings)
         metrics = CollectorRegistry()
         metrics.register(NodeCollector(node, inputs))
-        metrics.register(TableCollector(served))
+        metrics.register(TableCollector(served_tables))
         app = _make_app(
             context,
             (
                 PublishRoutes(context),
                 ConsumeRoutes(context),
                 AdminRoutes(context),
-                TableRoutes(context, served),
-                NodeRoutes(context, metrics, waiting_for),
+                TableRoutes(context, served_tables),
+                NodeRoutes(context, metrics, get_startup_blocker),
             ),
             BrowserGuard(authority, settings.listen),
         )
@@ -96,7 +96,7 @@ class HttpPlane(Closeable):
         return self
 
     def stop(self, timeout: float) -> None:
-        """Take no more requests; those under way have ``timeout`` seconds. May be repeated."""
+        """Take no more requests; running requests get ``timeout`` seconds. Harmless if repeated."""
         self._context.stopping = True
         self._server.stop(timeout)
 
@@ -122,11 +122,11 @@ class NodeRoutes:
         self,
         context: RequestContext,
         metrics: CollectorRegistry,
-        waiting_for: Callable[[], str | None],
+        get_startup_blocker: Callable[[], str | None],
     ) -> None:
         self._context = context
         self._metrics = metrics
-        self._waiting_for = waiting_for
+        self._get_startup_blocker = get_startup_blocker
 
     @Endpoint(
         "GET /healthz",
@@ -163,7 +163,7 @@ class NodeRoutes:
         """Return the reasons why the node is not ready."""
         if self._context.node.closing or self._context.stopping:
             return ["the node is closing"]
-        starting = self._waiting_for()
+        starting = self._get_startup_blocker()
         reasons = [] if starting is None else [f"the node is starting: {starting}"]
         return reasons + [
             f"queue {name!r} cannot write to its disk: {queue.storage_failure}"
@@ -206,13 +206,13 @@ def describe_plane() -> dict[str, Any]:
 
 def _make_app(context: RequestContext, parts: Iterable[object], guard: BrowserGuard) -> Starlette:
     """Return the application. A path has one route, so that a 405 lists all its methods."""
-    by_path: dict[str, dict[str, _Answering]] = {}
+    by_path: dict[str, dict[str, _RequestHandler]] = {}
     for part in parts:
         for found, answer in context.bind(part):
             methods = by_path.setdefault(found.path, {})
             methods.update(dict.fromkeys(found.methods, answer))
 
-    def make_route(path: str, answers: dict[str, _Answering]) -> Route:
+    def make_route(path: str, answers: dict[str, _RequestHandler]) -> Route:
         async def answer(request: Request) -> Response:
             guard.check(request.headers)
             return await answers[request.method](request)
