@@ -187,10 +187,7 @@ def find_worst(comparisons: Sequence[Comparison]) -> Series:
 
 # ── with the disk synced every second ─────────────────────────────────────────────────────────────
 
-_SAME = (
-    "a bare file that gets the same stored bytes in the same writes, with a sync where the queue "
-    "synced a chunk"
-)
+_SAME = "gets the same stored bytes in the same writes, with a sync where the queue synced a chunk"
 
 
 def measure_writing(effort: Effort) -> Outcome:
@@ -204,12 +201,13 @@ def measure_writing(effort: Effort) -> Outcome:
             comparisons.append(compare_writing(effort, task, effort.rounds + 2))
             rows[f"{name}, compression {compression}"] = comparisons[-1].row
     how = (
-        "blocks of 1,000 events, `interval`, {}, until all events are synced / " + _SAME + "; the "
-        "worse of 100 B and 1 KB"
+        "blocks of 1,000 events, `interval`, {}, until all events are synced / a bare file that "
+        + _SAME
+        + "; the worse of 100 B and 1 KB"
     )
     note = (
         "Blocks of 1,000 events, `durability: interval`, until all events are persisted. The bare "
-        "file is " + _SAME + "; it has no journal. With `auto`, the default, the queue compresses "
+        "file " + _SAME + "; it has no journal. With `auto`, the default, the queue compresses "
         "if it expects to be faster. The bare file then gets bytes that are compressed already, so "
         "compare events/s."
     )
@@ -248,11 +246,12 @@ def measure_synced_writing(effort: Effort) -> Outcome:
     }
     how = (
         "`always`, `compression: none`, 100-byte events in blocks of 1,000 from one thread, with "
-        "ack callbacks, until all events are acked as `persisted` / " + _SAME
+        "ack callbacks, until all events are acked as `persisted` / a bare file that " + _SAME
     )
     note = (
         "`durability: always`, ack callbacks, 100-byte events, until the last ack. The bare file "
-        "is " + _SAME + "."
+        + _SAME
+        + "."
     )
     rows = {name: each.row for name, each in found.items()}
     return Outcome(

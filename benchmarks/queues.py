@@ -2,7 +2,7 @@
 
     python -m benchmarks.queues [--quick] [--json]
 
-Contestants take turns in several rounds. A figure is the median; ratios are taken round by round.
+Systems take turns in several rounds. A figure is the median; ratios are taken round by round.
 Targets are printed next to the figures. A missed target is not an error.
 """
 

@@ -35,7 +35,7 @@ IMAGES = ROOT / "docs" / "img"
 
 INTRODUCTION = """\
 `make bench` writes this page. `python -m benchmarks.{first} --quick` prints the tables of one
-chapter in about a minute; chapters with Spark take a few minutes. Contestants take turns in several
+chapter in about a minute; chapters with Spark take a few minutes. Systems take turns in several
 rounds. The page shows the median, followed by the lowest and the highest round. A ratio is computed
 round by round, because the speed of a machine changes with time. Events are log lines of words,
 numbers and timestamps, the same in every run. A figure that misses its target has the mark ✗; a
@@ -99,14 +99,13 @@ def _build_chapter(module: str, table: Table) -> str:
     draw(table, IMAGES / image)
     unit = f", {table.unit}" if table.unit else ""
     rows = [(name, *map(format_cell, cells)) for name, cells in table.rows.items()]
-    return "\n\n".join(
-        (
-            f"### {table.title}",
-            table.note,
-            _build_grid([f"median (rounds){unit}", *table.columns], rows),
-            f"![{table.title}](img/{image})",
-        )
+    paragraphs = (
+        f"### {table.title}",
+        table.note,
+        _build_grid([f"median (rounds){unit}", *table.columns], rows),
+        f"![{table.title}](img/{image})",
     )
+    return "\n\n".join(filter(None, paragraphs))
 
 
 def _build_grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -114,7 +114,8 @@ def _make_loss_figure(found: dict[str, Series]) -> Figure:
     how = (
         f"throughput that {HEALTHY} lanes to files lose if the output of a third lane, which gets "
         "a sixth of the events, always fails and the lane is suspended, compared with a third lane "
-        "that works"
+        "that works; negative if they get faster, because a suspended lane uses little processor "
+        "time"
     )
     return make_figure("dead_lane_loss_percent", loss, how, unit="%", at_most=5)
 

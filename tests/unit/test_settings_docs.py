@@ -27,7 +27,7 @@ def test_every_kind_has_a_section(kind: Kind) -> None:
 
 
 def test_docs_page_names_only_existing_knobs() -> None:
-    text, _, _ = PAGE.read_text().partition("## Mistakes")
+    text, _, _ = PAGE.read_text().partition("## Errors")
     written = set(re.findall(r"`(\w+): ", text)) | set(re.findall(r"(?m)^(\w+): ", text))
     assert written
     assert written <= set(QueueSettings.model_fields)
