@@ -279,7 +279,7 @@ def test_slow_flush_is_logged_once(memory_queue: Queue, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"queue": "turnlane://localhost:1"}, "name: which queue"),
+        ({"queue": "turnlane://localhost:1"}, "name: the URL .* needs the name of a queue"),
         ({"name": "x"}, "name: name and connection options are allowed only with a URL"),
         ({"on_full": "explode"}, "on_full: 'explode' is not one of drop, stderr"),
         ({"queue": "nonsense", "name": "x"}, "url: "),
