@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from turnlane.delivery.settings import OWN_PREFIX, PAYLOAD
+from turnlane.errors import EventTooLarge
 from turnlane.events import Block, build_values
 from turnlane.formats.lines import (
     build_event_block,
@@ -123,6 +124,10 @@ _ID_FIELDS: Final = frozenset(
     {"traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id"}
 )
 
+MAX_RECORDS: Final = 500_000
+"""The most records of a request, with their scopes and resources: an empty one has two bytes, and
+still takes microseconds. A request that takes longer than its sender waits would come again."""
+
 _MAX_NAME: Final = 255
 _TRACE_ID_BYTES: Final = 16
 """Keys are cut here: names and ids that are longer than OpenTelemetry allows."""
@@ -185,6 +190,7 @@ def build_request_block(
     unit: SplitUnit = SplitUnit.RECORD,
 ) -> Block:
     """Return the events of a request, in its order, without timestamps. ``EventTooLarge``."""
+    _check_record_count(signal, request)
     is_split = unit is SplitUnit.RECORD
     found = split_request(signal, request) if is_split else _keep_request(signal, request)
     return build_event_block(
@@ -194,6 +200,25 @@ def build_request_block(
         headers={SIGNAL_HEADER: signal.value, "content-type": PROTOBUF},
         source=source,
     )
+
+
+def _check_record_count(signal: Signal, request: Any) -> None:  # noqa: ANN401
+    """Raise ``EventTooLarge`` for a request with too many records, scopes and resources."""
+    names = _NAMES_BY_SIGNAL[signal]
+    resources = getattr(request, names.resources)
+    count = len(resources)
+    for resource in resources if count <= MAX_RECORDS else ():
+        scopes = getattr(resource, names.scopes)
+        count += len(scopes)
+        if count <= MAX_RECORDS:
+            count += sum(len(getattr(scope, names.records)) for scope in scopes)
+        if count > MAX_RECORDS:
+            break
+    if count > MAX_RECORDS:
+        raise EventTooLarge(
+            f"the request has more than {MAX_RECORDS} records, scopes and resources; send it in "
+            "parts"
+        )
 
 
 def split_request(signal: Signal, request: Any) -> RecordColumns:  # noqa: ANN401

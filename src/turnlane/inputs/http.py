@@ -108,9 +108,13 @@ class WebInput(Input):
 
         The time spent waiting for a thread counts, so every request is answered in time under load.
         """
+
+        def run(deadline: float) -> Result:
+            with self.publisher.refuse_costly_request():
+                return call(*args, deadline, **kwargs)
+
         with _refuse_when_closing():
-            threads = self._threads.of(queue)
-            return await threads.run(call, *args, self.publisher.get_deadline(), **kwargs)
+            return await self._threads.of(queue).run(run, self.publisher.get_deadline())
 
     async def read_body(self, request: Request) -> bytes:
         """Return the decompressed body of the request, within the limits."""

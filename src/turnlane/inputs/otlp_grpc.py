@@ -222,7 +222,8 @@ class OtlpGrpcInput(Input):
             raise RetryLater("the exporter has stopped waiting")  # it sends this again
         deadline = self._publisher.get_deadline()
         source = parse_peer(context.peer())
-        result = self._exports.publish(signal, body, deadline, source=source)
+        with self._publisher.refuse_costly_request():
+            result = self._exports.publish(signal, body, deadline, source=source)
         self.count(events=result.events, invalid=1 if result.rejected else 0)
         return encode_response(signal, rejected=result.rejected, why=result.why)
 

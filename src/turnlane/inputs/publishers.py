@@ -122,6 +122,24 @@ class RequestPublisher:
         """Return by when a request that has just come needs its answer, on the monotonic clock."""
         return time.monotonic() + self._settings.timeout
 
+    @contextlib.contextmanager
+    def refuse_costly_request(self) -> Iterator[None]:
+        """Raise ``EventTooLarge`` instead of ``RetryLater`` if the request itself takes too long.
+
+        The block uses this thread's processor for longer than the whole timeout of a request, so it
+        would fail again each time that the sender sends it.
+        """
+        began = time.thread_time()
+        try:
+            yield
+        except RetryLater as error:
+            if time.thread_time() - began < self._settings.timeout:
+                raise
+            raise EventTooLarge(
+                f"the request takes longer to process than the timeout of this input "
+                f"({self._settings.timeout:g} s); send it in parts"
+            ) from error
+
     def publish(self, name: str, block: Block, deadline: float) -> None:
         """Publish all of a block, or raise ``EventTooLarge`` and publish nothing of it.
 

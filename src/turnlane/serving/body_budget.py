@@ -6,7 +6,7 @@ received and decompressed, from one budget, and give them back when the request 
 count when they arrive, not when a header announces them: a sender that sends nothing takes nothing.
 
 A request that is the only one with a body is never refused, since its listener limits it. So a
-request that is larger than the budget is not sent again for ever.
+sender whose request is larger than the budget does not repeat it without end.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A page that a user opens can send requests from the user's machine, also to a server that listens
 only there. Browsers say on behalf of which page they send a request, and this alone distinguishes
 it from a request of curl. The owner of a page can also make the name of its site resolve to the
-address of the server (DNS rebinding). Then page and server have the same name, so the name has to
-be one that only this server can have.
+address of the server (DNS rebinding). Then page and server have the same name, so a name that
+another site can have is refused.
 """
 
 from __future__ import annotations
