@@ -12,7 +12,7 @@ import pytest
 import trustme
 from hypothesis import HealthCheck, settings
 
-from tests import nursery as nurseries
+from tests import process_server as process_servers
 from tests.certificates import Certificates
 
 IN_CI = os.environ.get("CI") == "true"
@@ -53,9 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> ForkServerContext:
-    """What makes processes that have everything imported."""
-    return nurseries.nursery()
+def process_server() -> ForkServerContext:
+    """Starts processes that have everything imported."""
+    return process_servers.process_server()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import turnlane
-from tests.nursery import run_command
+from tests.process_server import run_command
 from turnlane.events import block_of, get_values
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.frames import HEADER_SIZE

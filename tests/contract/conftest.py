@@ -1,4 +1,4 @@
-"""The harnesses as fixtures: ``every`` runs a test over all kinds, ``buffering`` over most.
+"""The harnesses as fixtures: ``any_kind`` runs a test over all kinds, ``buffered_kind`` over most.
 
 There is one for each of the five kinds, and one for the client of a node: a proxy with a real
 network.
@@ -31,13 +31,13 @@ def _closed_after(harness: Harness) -> Iterator[Harness]:
 
 
 @pytest.fixture(params=EVERY, ids=lambda made: made.label or made.kind.value)
-def every(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+def any_kind(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     """A harness for each kind; ledgers are checked at the end."""
     yield from _closed_after(request.param(tmp_path))
 
 
 @pytest.fixture(params=BUFFERING, ids=lambda made: made.label or made.kind.value)
-def buffering(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+def buffered_kind(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     """A harness for each kind in which events wait."""
     yield from _closed_after(request.param(tmp_path))
 
@@ -49,7 +49,7 @@ def keeping(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]
 
 
 @pytest.fixture(params=STORING, ids=lambda made: made.label or made.kind.value)
-def storing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+def disk_kind(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     """A harness for each of the two kinds that keep a directory."""
     yield from _closed_after(request.param(tmp_path))
 

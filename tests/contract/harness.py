@@ -91,20 +91,20 @@ class Acks:
     """An ack callback that keeps all acks."""
 
     def __init__(self) -> None:
-        self.told: list[Ack] = []
+        self.received: list[Ack] = []
 
     def __call__(self, ack: Ack) -> None:
-        self.told.append(ack)
+        self.received.append(ack)
 
     @property
     def count(self) -> int:
         """How many events reached the level."""
-        return sum(ack.count for ack in list(self.told))
+        return sum(ack.count for ack in list(self.received))
 
     @property
     def dropped(self) -> int:
         """How many events were dropped."""
-        return sum(ack.dropped for ack in list(self.told))
+        return sum(ack.dropped for ack in list(self.received))
 
     def wait_for(self, count: int) -> None:
         """Wait until ``count`` events are acked, and check that there are no more."""
@@ -363,7 +363,7 @@ def line_up(queue: Queue, *calls: Callable[[], T]) -> list[Task[T]]:
     return tasks
 
 
-def follow(
+def make_producer_with_acks(
     queue: Queue, level: AckLevel = AckLevel.DELIVERED, **options: Any
 ) -> tuple[Producer, Acks]:
     """Return a producer and its acks."""

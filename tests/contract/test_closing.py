@@ -17,8 +17,8 @@ from tests.contract.harness import (
     ProxyHarness,
     Task,
     assert_never,
-    follow,
     line_up,
+    make_producer_with_acks,
     numbered,
     publish_all,
     wait_until,
@@ -36,9 +36,9 @@ PUBLISHERS = 50
 
 
 @pytest.mark.parametrize("end", ["close", "finish"])
-def test_publishing_after_the_end_raises(every: Harness, end: str) -> None:
+def test_publishing_after_the_end_raises(any_kind: Harness, end: str) -> None:
     """All four publish methods raise QueueClosed, and none of them blocks."""
-    queue = every.open()
+    queue = any_kind.open()
     producer = queue.producer()
     getattr(queue, end)()
     with pytest.raises(QueueClosed):
@@ -53,9 +53,9 @@ def test_publishing_after_the_end_raises(every: Harness, end: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "finish"])
-def test_blocked_publishers_are_woken_by_the_end(buffering: Harness, end: str) -> None:
+def test_blocked_publishers_are_woken_by_the_end(buffered_kind: Harness, end: str) -> None:
     """Publishers in line get QueueClosed, and none of their events is in the queue."""
-    queue = buffering.open(size=1, stalled=True)
+    queue = buffered_kind.open(size=1, stalled=True)
     producer = queue.producer()
     producer.publish(b"000")
     blocked = line_up(
@@ -68,14 +68,14 @@ def test_blocked_publishers_are_woken_by_the_end(buffering: Harness, end: str) -
     for publisher in blocked:
         with pytest.raises(QueueClosed):
             publisher.result()
-    buffering.resume()
+    buffered_kind.resume()
     ending.result()
     assert queue.stats().ledger.accepted == 1
 
 
-def test_a_publisher_slowed_down_is_woken_by_close(buffering: Harness) -> None:
+def test_a_publisher_slowed_down_is_woken_by_close(buffered_kind: Harness) -> None:
     """A close ends the wait of flow control."""
-    queue = buffering.open(size=4, full_delay_mark=1, stalled=True)
+    queue = buffered_kind.open(size=4, full_delay_mark=1, stalled=True)
     queue.producer().publish(b"000")
     patient = queue.producer(flow="full")
     publishing = Task(lambda: patient.publish(b"001"))
@@ -83,7 +83,7 @@ def test_a_publisher_slowed_down_is_woken_by_close(buffering: Harness) -> None:
     closing = Task(queue.close)
     with pytest.raises(QueueClosed):
         publishing.result()
-    buffering.resume()
+    buffered_kind.resume()
     closing.result()
 
 
@@ -131,9 +131,9 @@ def test_a_callback_may_close_a_queue_that_is_being_closed(keeping: Harness) -> 
     closing.result()
 
 
-def test_a_second_close_does_nothing(every: Harness) -> None:
+def test_a_second_close_does_nothing(any_kind: Harness) -> None:
     """Neither a second close nor a finish after it does anything."""
-    queue = every.open()
+    queue = any_kind.open()
     queue.producer().publish(b"one")
     queue.close()
     ledger = queue.stats().ledger
@@ -143,33 +143,33 @@ def test_a_second_close_does_nothing(every: Harness) -> None:
     assert queue.stats().ledger == ledger
 
 
-def test_a_queue_as_context_is_closed_at_the_end(every: Harness) -> None:
+def test_a_queue_as_context_is_closed_at_the_end(any_kind: Harness) -> None:
     """Leaving the with-block closes the queue."""
-    with every.open(shutdown_timeout="50ms") as queue:
+    with any_kind.open(shutdown_timeout="50ms") as queue:
         queue.producer().publish(b"one")
     with pytest.raises(QueueClosed):
         queue.producer().publish(b"two")
 
 
-def test_nothing_is_acked_by_a_close(buffering: Harness) -> None:
+def test_nothing_is_acked_by_a_close(buffered_kind: Harness) -> None:
     """Events neither delivered nor saved are not reported as if they were."""
-    queue = buffering.open()
-    producer, acks = follow(queue, AckLevel.DELIVERED)
+    queue = buffered_kind.open()
+    producer, acks = make_producer_with_acks(queue, AckLevel.DELIVERED)
     publish_all(producer, numbered(0, 3))
     queue.get(1)
     queue.close()
-    assert not acks.told
+    assert not acks.received
 
 
-def test_a_close_counts_the_remaining_events(buffering: Harness) -> None:
+def test_a_close_counts_the_remaining_events(buffered_kind: Harness) -> None:
     """The close counts events in memory as dropped; events on disk are still pending."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     publish_all(queue.producer(), numbered(0, 3))
     batch = queue.get(1)
     queue.close()
     ledger = queue.stats().ledger
     assert ledger.delivered == 0
-    if buffering.kind in ON_DISK:
+    if buffered_kind.kind in ON_DISK:
         assert (ledger.pending, ledger.dropped) == (3, {})
     else:
         assert (ledger.pending, ledger.dropped) == (0, {"closed": 3})
@@ -189,7 +189,7 @@ def test_a_disk_assisted_queue_that_does_not_save_drops_events_in_memory(
 def test_done_after_close_is_refused(keeping: Harness) -> None:
     """The consumer of a batch gets QueueClosed if its queue is closed."""
     queue = keeping.open()
-    producer, acks = follow(queue)
+    producer, acks = make_producer_with_acks(queue)
     producer.publish(b"one")
     batch = queue.get()
     queue.close()
@@ -198,7 +198,7 @@ def test_done_after_close_is_refused(keeping: Harness) -> None:
             settle()
     batch.release()
     batch.free()
-    assert not acks.told
+    assert not acks.received
 
 
 def test_done_after_close_of_a_proxy_reaches_the_node(proxy: Harness) -> None:
@@ -212,26 +212,26 @@ def test_done_after_close_of_a_proxy_reaches_the_node(proxy: Harness) -> None:
     assert proxy.nodes[0].stats().ledger.delivered == 1
 
 
-def test_a_draining_close_waits_for_consumers(buffering: Harness) -> None:
+def test_a_draining_close_waits_for_consumers(buffered_kind: Harness) -> None:
     """Publishing ends at once; consuming continues until everything is settled."""
-    queue = buffering.open()
-    producer, acks = follow(queue)
+    queue = buffered_kind.open()
+    producer, acks = make_producer_with_acks(queue)
     publish_all(producer, numbered(0, 5))
     closing = Task(lambda: queue.close(drain=True, timeout=PATIENCE))
-    values = buffering.receive(queue, 2)
+    values = buffered_kind.receive(queue, 2)
     assert_never(lambda: not closing.running, "an early end")
     with pytest.raises(QueueClosed):
         producer.publish(b"late")
-    values += buffering.receive(queue, 3)
+    values += buffered_kind.receive(queue, 3)
     closing.result()
     assert values == numbered(0, 5)
     assert acks.count == 5
     assert queue.stats().ledger.delivered == 5
 
 
-def test_a_draining_close_gives_up_after_its_timeout(buffering: Harness) -> None:
+def test_a_draining_close_gives_up_after_its_timeout(buffered_kind: Harness) -> None:
     """A consumer that never finishes delays a close only by the timeout."""
-    queue = buffering.open(shutdown_timeout="600s")
+    queue = buffered_kind.open(shutdown_timeout="600s")
     publish_all(queue.producer(), numbered(0, 2))
     started = time.monotonic()
     queue.close(drain=True, timeout=0.1)
@@ -240,9 +240,9 @@ def test_a_draining_close_gives_up_after_its_timeout(buffering: Harness) -> None
     assert ledger.pending + sum(ledger.dropped.values()) == 2
 
 
-def test_a_draining_close_gives_up_after_shutdown_timeout(buffering: Harness) -> None:
+def test_a_draining_close_gives_up_after_shutdown_timeout(buffered_kind: Harness) -> None:
     """The default timeout of a draining close is the queue's ``shutdown_timeout``."""
-    queue = buffering.open(shutdown_timeout="50ms")
+    queue = buffered_kind.open(shutdown_timeout="50ms")
     queue.producer().publish(b"one")
     started = time.monotonic()
     queue.close(drain=True)
@@ -250,18 +250,18 @@ def test_a_draining_close_gives_up_after_shutdown_timeout(buffering: Harness) ->
     assert queue.stats().ledger.delivered == 0
 
 
-def test_a_draining_close_of_an_empty_queue_returns_at_once(every: Harness) -> None:
+def test_a_draining_close_of_an_empty_queue_returns_at_once(any_kind: Harness) -> None:
     """There is nothing to wait for."""
-    queue = every.open(shutdown_timeout="600s")
+    queue = any_kind.open(shutdown_timeout="600s")
     queue.producer().publish(b"one")
-    every.receive(queue, 1)
+    any_kind.receive(queue, 1)
     Task(lambda: queue.close(drain=True)).result()
     assert queue.stats().ledger.delivered == 1
 
 
-def test_a_forced_close_ends_a_draining_one(buffering: Harness) -> None:
+def test_a_forced_close_ends_a_draining_one(buffered_kind: Harness) -> None:
     """A second close without drain ends the first one."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     queue.producer().publish(b"one")
     draining = Task(lambda: queue.close(drain=True, timeout=600))
     assert_never(lambda: not draining.running)
@@ -280,7 +280,7 @@ def test_a_direct_close_waits_for_a_running_consumer_only_if_asked_to(direct: Ha
         assert go_on.wait(PATIENCE)
 
     queue = direct.open(consumer=consume)
-    producer, acks = follow(queue)
+    producer, acks = make_producer_with_acks(queue)
     publishing = Task(lambda: producer.publish(b"one"))
     assert entered.wait(PATIENCE)
     queue.close()
@@ -349,7 +349,7 @@ def test_a_direct_consumer_may_close_its_queue(direct: Harness) -> None:
         queue.close()
 
     queue = direct.open(consumer=close)
-    producer, acks = follow(queue)
+    producer, acks = make_producer_with_acks(queue)
     assert producer.publish(b"last")
     acks.wait_for(1)
 
@@ -377,12 +377,12 @@ def publish_until_closed(queue: Queue, acks: Acks) -> int:
 
 @pytest.mark.parametrize("drain", [False, True], ids=["forced", "draining"])
 def test_publishers_that_race_a_close_learn_whether_their_events_are_in(
-    every: Harness, drain: bool
+    any_kind: Harness, drain: bool
 ) -> None:
     """With fifty publishers, published = acked + dropped + pending in the ledger."""
-    waits = every.kind is not Kind.DIRECT
+    waits = any_kind.kind is not Kind.DIRECT
     bounds: dict[str, Any] = {"size": 100} if waits else {}
-    queue = every.open(**bounds)
+    queue = any_kind.open(**bounds)
     heard = [Acks() for _ in range(PUBLISHERS)]
     publishers = [Task(lambda acks=acks: publish_until_closed(queue, acks)) for acks in heard]  # type: ignore[misc]
     consumer = Task(lambda: consume_until_closed(queue)) if waits else None
@@ -415,7 +415,7 @@ def test_a_done_that_runs_during_close_counts(
         record(settled, outcome)
 
     monkeypatch.setattr(storage, "settle", record_slowly)
-    producer, acks = follow(queue)
+    producer, acks = make_producer_with_acks(queue)
     producer.publish(b"one")
     settling = Task(queue.get().done)
     assert recording.wait(PATIENCE)
@@ -432,7 +432,7 @@ def test_a_done_that_races_close_counts_if_it_returns(keeping: Harness, consumer
     """A ``done()`` that returned counts as delivered; a ``done()`` that raised does not."""
     for _ in range(5):
         queue = keeping.open()
-        producer, acks = follow(queue)
+        producer, acks = make_producer_with_acks(queue)
         publish_all(producer, numbered(0, 200))
         settling = [Task(lambda queue=queue: settle_one_by_one(queue)) for _ in range(consumers)]  # type: ignore[misc]
         wait_until(lambda queue=queue: queue.stats().ledger.delivered > 0)  # type: ignore[misc]
@@ -456,10 +456,10 @@ def settle_one_by_one(queue: Queue) -> int:
 
 
 def test_a_draining_close_that_times_out_logs_the_remaining_events(
-    buffering: Harness, caplog: pytest.LogCaptureFixture
+    buffered_kind: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log has the number of events and the seconds."""
-    queue = buffering.open(stalled=buffering.delivers_in_background)
+    queue = buffered_kind.open(stalled=buffered_kind.delivers_in_background)
     publish_all(queue.producer(), numbered(0, 3))
     with caplog.at_level(logging.WARNING):
         queue.close(drain=True, timeout=0.05)

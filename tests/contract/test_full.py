@@ -12,8 +12,8 @@ from tests.contract.harness import (
     Task,
     assert_never,
     bytes_for,
-    follow,
     line_up,
+    make_producer_with_acks,
     numbered,
     publish_all,
     wait_for_line,
@@ -22,35 +22,35 @@ from turnlane.errors import QueueFull
 from turnlane.events import block_of
 
 
-def test_the_bound_in_events_is_exact(buffering: Harness) -> None:
+def test_the_bound_in_events_is_exact(buffered_kind: Harness) -> None:
     """A queue of four accepts four events and refuses the fifth."""
-    queue = buffering.open(size=4, stalled=True)
+    queue = buffered_kind.open(size=4, stalled=True)
     producer = queue.producer()
     publish_all(producer, numbered(0, 3))
     assert producer.try_publish(b"003")
     assert not producer.try_publish(b"004")
     assert queue.stats().utilization == 1
-    buffering.resume()
-    assert buffering.receive(queue, 4) == numbered(0, 4)
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 4) == numbered(0, 4)
 
 
-def test_the_bound_in_bytes_is_exact(buffering: Harness) -> None:
+def test_the_bound_in_bytes_is_exact(buffered_kind: Harness) -> None:
     """Events fit to the last byte, and one byte more does not."""
     values = [b"x" * 10, b"y" * 20, b"z" * 30]
-    queue = buffering.open(max_bytes=bytes_for(*values), stalled=True)
+    queue = buffered_kind.open(max_bytes=bytes_for(*values), stalled=True)
     producer = queue.producer()
     publish_all(producer, values[:2])
     assert not producer.try_publish(b"z" * 31)
     assert producer.try_publish(b"z" * 30)
     assert queue.stats().bytes == bytes_for(*values)
     assert not producer.try_publish(b"")
-    buffering.resume()
-    assert buffering.receive(queue, 3) == values
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 3) == values
 
 
-def test_all_columns_of_an_event_count_in_bytes(buffering: Harness) -> None:
+def test_all_columns_of_an_event_count_in_bytes(buffered_kind: Harness) -> None:
     """Key, source and headers take room like the value."""
-    queue = buffering.open(max_bytes=1000, stalled=True)
+    queue = buffered_kind.open(max_bytes=1000, stalled=True)
     producer = queue.producer()
     producer.publish(b"value")
     plain = queue.stats().bytes
@@ -58,33 +58,33 @@ def test_all_columns_of_an_event_count_in_bytes(buffering: Harness) -> None:
     assert queue.stats().bytes - plain >= plain + 400
 
 
-def test_publish_blocks_at_the_bound_until_there_is_room(buffering: Harness) -> None:
+def test_publish_blocks_at_the_bound_until_there_is_room(buffered_kind: Harness) -> None:
     """The publisher waits, and its event enters when another leaves."""
-    queue = buffering.open(size=2, stalled=True)
+    queue = buffered_kind.open(size=2, stalled=True)
     producer = queue.producer()
     publish_all(producer, numbered(0, 2))
     (blocked,) = line_up(queue, lambda: producer.publish(b"002"))
     assert_never(lambda: not blocked.running, "the end of blocking")
-    buffering.resume()
-    assert buffering.receive(queue, 3) == numbered(0, 3)
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 3) == numbered(0, 3)
     assert blocked.result()
     assert queue.stats().full_waits == 1
 
 
-def test_publish_blocks_at_the_bound_in_bytes(buffering: Harness) -> None:
+def test_publish_blocks_at_the_bound_in_bytes(buffered_kind: Harness) -> None:
     """The bound in bytes makes publishers wait like the bound in events."""
-    queue = buffering.open(max_bytes=bytes_for(b"000", b"001"), stalled=True)
+    queue = buffered_kind.open(max_bytes=bytes_for(b"000", b"001"), stalled=True)
     producer = queue.producer()
     publish_all(producer, numbered(0, 2))
     (blocked,) = line_up(queue, lambda: producer.publish(b"002"))
-    buffering.resume()
-    assert buffering.receive(queue, 3) == numbered(0, 3)
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 3) == numbered(0, 3)
     assert blocked.result()
 
 
-def test_a_timed_publish_gives_up(buffering: Harness) -> None:
+def test_a_timed_publish_gives_up(buffered_kind: Harness) -> None:
     """After its timeout a blocked publish raises QueueFull and changes nothing."""
-    queue = buffering.open(size=1, stalled=True)
+    queue = buffered_kind.open(size=1, stalled=True)
     producer = queue.producer()
     producer.publish(b"000")
     started = time.monotonic()
@@ -97,14 +97,14 @@ def test_a_timed_publish_gives_up(buffering: Harness) -> None:
         producer.publish_block(block_of([b"never"]), timeout=0.01)
     assert queue.stats().blocked_publishers == 0
     waiting = Task(lambda: producer.publish(b"001", timeout=60))
-    buffering.resume()
-    assert buffering.receive(queue, 2) == numbered(0, 2)
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 2) == numbered(0, 2)
     assert waiting.result()
 
 
-def test_full_timeout_is_the_default_of_every_publish(buffering: Harness) -> None:
+def test_full_timeout_is_the_default_of_every_publish(buffered_kind: Harness) -> None:
     """``full_timeout`` of the queue ends a publish without a timeout."""
-    queue = buffering.open(size=1, full_timeout="20ms", stalled=True)
+    queue = buffered_kind.open(size=1, full_timeout="20ms", stalled=True)
     producer = queue.producer()
     producer.publish(b"000")
     with pytest.raises(QueueFull, match=r"0\.02"):
@@ -113,14 +113,14 @@ def test_full_timeout_is_the_default_of_every_publish(buffering: Harness) -> Non
         producer.publish_block(block_of([b"never"]))
     waiting = Task(lambda: producer.publish(b"001", timeout=60))
     wait_for_line(queue, 1)
-    buffering.resume()
-    assert buffering.receive(queue, 2) == numbered(0, 2)
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 2) == numbered(0, 2)
     assert waiting.result()
 
 
-def test_blocked_publishers_are_served_first_come_first_served(buffering: Harness) -> None:
+def test_blocked_publishers_are_served_first_come_first_served(buffered_kind: Harness) -> None:
     """Publishers enter in the order in which they joined the line."""
-    queue = buffering.open(size=2, stalled=True)
+    queue = buffered_kind.open(size=2, stalled=True)
     producers = [queue.producer() for _ in range(8)]
     publish_all(producers[0], numbered(0, 2))
     blocked = line_up(
@@ -130,29 +130,29 @@ def test_blocked_publishers_are_served_first_come_first_served(buffering: Harnes
             for producer, value in zip(producers, numbered(2, 10), strict=True)
         ),
     )
-    buffering.resume()
-    assert buffering.receive(queue, 10) == numbered(0, 10)
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 10) == numbered(0, 10)
     assert all(publisher.result() for publisher in blocked)
 
 
-def test_a_small_event_does_not_overtake_a_waiting_block(buffering: Harness) -> None:
+def test_a_small_event_does_not_overtake_a_waiting_block(buffered_kind: Harness) -> None:
     """A small event that would fit waits behind a block that does not."""
-    queue = buffering.open(size=4, stalled=True)
+    queue = buffered_kind.open(size=4, stalled=True)
     producer = queue.producer()
     publish_all(producer, numbered(0, 3))
     (large,) = line_up(queue, lambda: producer.publish_block(block_of(numbered(3, 6))))
     (small,) = line_up(queue, lambda: producer.publish(b"006"))
     assert not queue.producer().try_publish(b"never")
     assert queue.producer().try_publish_block(block_of([b"never"])) is None
-    buffering.resume()
-    assert buffering.receive(queue, 7) == numbered(0, 7)
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 7) == numbered(0, 7)
     assert large.result().accepted == 3
     assert small.result()
 
 
-def test_a_publisher_that_times_out_lets_the_next_one_in(buffering: Harness) -> None:
+def test_a_publisher_that_times_out_lets_the_next_one_in(buffered_kind: Harness) -> None:
     """If a large block times out, a small event behind it enters at once."""
-    queue = buffering.open(size=4, stalled=True)
+    queue = buffered_kind.open(size=4, stalled=True)
     producer = queue.producer()
     publish_all(producer, numbered(0, 3))
     (large,) = line_up(
@@ -163,106 +163,106 @@ def test_a_publisher_that_times_out_lets_the_next_one_in(buffering: Harness) -> 
     with pytest.raises(QueueFull):
         large.result()
     assert small.result()
-    buffering.resume()
-    assert buffering.receive(queue, 4) == numbered(0, 4)
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 4) == numbered(0, 4)
 
 
-def test_many_publishers_push_through_a_small_queue(buffering: Harness) -> None:
+def test_many_publishers_push_through_a_small_queue(buffered_kind: Harness) -> None:
     """Ten times as many events as fit all arrive, each once."""
-    queue = buffering.open(size=2)
-    producer, acks = follow(queue)
+    queue = buffered_kind.open(size=2)
+    producer, acks = make_producer_with_acks(queue)
     publishers = [Task(lambda value=value: producer.publish(value)) for value in numbered(0, 20)]  # type: ignore[misc]
-    assert sorted(value or b"" for value in buffering.receive(queue, 20)) == numbered(0, 20)
+    assert sorted(value or b"" for value in buffered_kind.receive(queue, 20)) == numbered(0, 20)
     assert all(publisher.result() for publisher in publishers)
     acks.wait_for(20)
 
 
-def test_drop_newest_drops_the_new_event(buffering: Harness) -> None:
+def test_drop_newest_drops_the_new_event(buffered_kind: Harness) -> None:
     """The new event is dropped and counted, and publish returns false."""
-    queue = buffering.open(size=2, full_behavior="drop_newest", stalled=True)
-    producer, acks = follow(queue)
+    queue = buffered_kind.open(size=2, full_behavior="drop_newest", stalled=True)
+    producer, acks = make_producer_with_acks(queue)
     publish_all(producer, numbered(0, 2))
     assert not producer.publish(b"new")
     assert not producer.try_publish(b"new")
     assert queue.stats().ledger.dropped == {"newest": 2}
-    buffering.resume()
-    assert buffering.receive(queue, 2) == numbered(0, 2)
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 2) == numbered(0, 2)
     acks.wait_for(2)
     assert acks.dropped == 0
 
 
-def test_drop_newest_takes_the_events_of_a_block_that_fit(buffering: Harness) -> None:
+def test_drop_newest_takes_the_events_of_a_block_that_fit(buffered_kind: Harness) -> None:
     """The first events of a block fill the queue, and the rest is dropped."""
-    queue = buffering.open(size=4, full_behavior="drop_newest", stalled=True)
+    queue = buffered_kind.open(size=4, full_behavior="drop_newest", stalled=True)
     producer = queue.producer()
     producer.publish(b"000")
     published = producer.publish_block(block_of(numbered(1, 5)))
     assert (published.accepted, published.dropped) == (3, 1)
     assert producer.publish_block(block_of(numbered(5, 7))).accepted == 0
     assert queue.stats().ledger.dropped == {"newest": 3}
-    buffering.resume()
-    assert buffering.receive(queue, 4) == numbered(0, 4)
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 4) == numbered(0, 4)
 
 
-def test_drop_oldest_makes_room_for_a_new_event(buffering: Harness) -> None:
+def test_drop_oldest_makes_room_for_a_new_event(buffered_kind: Harness) -> None:
     """The oldest unread event is dropped; its producer gets an ack in publish order."""
-    queue = buffering.open(size=4, full_behavior="drop_oldest", stalled=True)
-    producer, acks = follow(queue)
+    queue = buffered_kind.open(size=4, full_behavior="drop_oldest", stalled=True)
+    producer, acks = make_producer_with_acks(queue)
     producer.publish(b"000")
-    buffering.settle_in(queue)  # a proxy is sending this one: it stays
+    buffered_kind.settle_in(queue)  # a proxy is sending this one: it stays
     publish_all(producer, numbered(1, 6))
     assert queue.stats().ledger.dropped == {"oldest": 2}
-    buffering.resume()
-    values = buffering.receive(queue, 4)
+    buffered_kind.resume()
+    values = buffered_kind.receive(queue, 4)
     assert values[-3:] == numbered(3, 6)
     acks.wait_for(4)
     assert acks.dropped == 2
 
 
-def test_drop_oldest_makes_room_for_a_block(buffering: Harness) -> None:
+def test_drop_oldest_makes_room_for_a_block(buffered_kind: Harness) -> None:
     """As many of the oldest events are dropped as the block needs room."""
-    queue = buffering.open(size=4, full_behavior="drop_oldest", stalled=True)
-    producer, acks = follow(queue)
+    queue = buffered_kind.open(size=4, full_behavior="drop_oldest", stalled=True)
+    producer, acks = make_producer_with_acks(queue)
     producer.publish(b"000")
-    buffering.settle_in(queue)
+    buffered_kind.settle_in(queue)
     publish_all(producer, numbered(1, 4))
     published = producer.publish_block(block_of(numbered(4, 7)))
     assert (published.accepted, published.dropped) == (3, 0)
     assert queue.stats().ledger.dropped == {"oldest": 3}
-    buffering.resume()
-    assert buffering.receive(queue, 4)[-3:] == numbered(4, 7)
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 4)[-3:] == numbered(4, 7)
     acks.wait_for(4)
     assert acks.dropped == 3
 
 
-def test_drop_oldest_makes_room_in_bytes(buffering: Harness) -> None:
+def test_drop_oldest_makes_room_in_bytes(buffered_kind: Harness) -> None:
     """As many small events are dropped as the large event needs room."""
     size = bytes_for(*numbered(0, 6))
-    queue = buffering.open(max_bytes=size, full_behavior="drop_oldest", stalled=True)
-    producer, acks = follow(queue)
+    queue = buffered_kind.open(max_bytes=size, full_behavior="drop_oldest", stalled=True)
+    producer, acks = make_producer_with_acks(queue)
     producer.publish(b"000")
-    buffering.settle_in(queue)
+    buffered_kind.settle_in(queue)
     publish_all(producer, numbered(1, 6))
     large = b"x" * (bytes_for(*numbered(0, 3)) - bytes_for(b""))
     assert producer.publish(large)
     assert queue.stats().ledger.dropped == {"oldest": 3}
     assert queue.stats().bytes <= size
-    buffering.resume()
-    assert buffering.receive(queue, 4)[-3:] == [*numbered(4, 6), large]
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 4)[-3:] == [*numbered(4, 6), large]
     acks.wait_for(4)
     assert acks.dropped == 3
 
 
-def test_drop_oldest_does_not_drop_events_in_flight(buffering: Harness) -> None:
+def test_drop_oldest_does_not_drop_events_in_flight(buffered_kind: Harness) -> None:
     """When all events are in flight, the newest one is dropped."""
-    queue = buffering.open(size=2, full_behavior="drop_oldest", stalled=True)
-    producer, acks = follow(queue)
+    queue = buffered_kind.open(size=2, full_behavior="drop_oldest", stalled=True)
+    producer, acks = make_producer_with_acks(queue)
     producer.publish_block(block_of(numbered(0, 2)))
-    buffering.settle_in(queue)
-    batch = None if buffering.delivers_in_background else queue.get()
+    buffered_kind.settle_in(queue)
+    batch = None if buffered_kind.delivers_in_background else queue.get()
     assert not producer.publish(b"new")
     assert queue.stats().ledger.dropped == {"newest": 1}
-    buffering.resume()
+    buffered_kind.resume()
     (batch or queue.get()).done()
     acks.wait_for(2)
     assert acks.dropped == 0

@@ -12,7 +12,7 @@ from tests.contract.harness import (
     Task,
     assert_never,
     bytes_for,
-    follow,
+    make_producer_with_acks,
     numbered,
     publish_all,
     values_of,
@@ -23,9 +23,9 @@ from turnlane.events import BASE_SCHEMA, block_of
 from turnlane.queues.api import Batch
 
 
-def test_get_on_an_empty_queue_times_out(buffering: Harness) -> None:
+def test_get_on_an_empty_queue_times_out(buffered_kind: Harness) -> None:
     """QueueEmpty comes after the timeout, not before."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     started = time.monotonic()
     with pytest.raises(QueueEmpty):
         queue.get(timeout=0.05)
@@ -34,24 +34,24 @@ def test_get_on_an_empty_queue_times_out(buffering: Harness) -> None:
         queue.get(timeout=0)
 
 
-def test_get_on_an_empty_queue_blocks_until_an_event_comes(buffering: Harness) -> None:
+def test_get_on_an_empty_queue_blocks_until_an_event_comes(buffered_kind: Harness) -> None:
     """A consumer that waits is woken by the next event, single or in a block."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     producer = queue.producer()
     for publish in (
         lambda: producer.publish(b"one"),
         lambda: producer.publish_block(block_of([b"one"])),
     ):
         getting = Task(queue.get)
-        assert_never(lambda getting=getting: not getting.running, "a batch from nowhere")  # type: ignore[misc]
+        assert_never(lambda getting=getting: not getting.running, "get() returned without an event")  # type: ignore[misc]
         publish()
         with getting.result() as batch:
             assert values_of(batch) == [b"one"]
 
 
-def test_a_waiting_consumer_gets_a_released_batch(buffering: Harness) -> None:
+def test_a_waiting_consumer_gets_a_released_batch(buffered_kind: Harness) -> None:
     """A batch that is given back wakes a consumer like a new event."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     queue.producer().publish(b"one")
     batch = queue.get()
     getting = Task(queue.get)
@@ -61,20 +61,20 @@ def test_a_waiting_consumer_gets_a_released_batch(buffering: Harness) -> None:
         assert values_of(again) == [b"one"]
 
 
-def test_several_consumers_share_the_events(buffering: Harness) -> None:
+def test_several_consumers_share_the_events(buffered_kind: Harness) -> None:
     """Each event goes to one consumer, even if all of them wait."""
-    queue = buffering.open()
-    consumers = [Task(lambda: buffering.receive(queue, 5)) for _ in range(4)]
-    producer, acks = follow(queue)
+    queue = buffered_kind.open()
+    consumers = [Task(lambda: buffered_kind.receive(queue, 5)) for _ in range(4)]
+    producer, acks = make_producer_with_acks(queue)
     publish_all(producer, numbered(0, 20))
     values = [value or b"" for consumer in consumers for value in consumer.result()]
     assert sorted(values) == numbered(0, 20)
     acks.wait_for(20)
 
 
-def test_a_timeout_counts_while_another_consumer_waits(buffering: Harness) -> None:
+def test_a_timeout_counts_while_another_consumer_waits(buffered_kind: Harness) -> None:
     """A consumer without a timeout does not make another wait longer than its timeout."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     patient = Task(queue.get)
     with pytest.raises(QueueEmpty):
         queue.get(timeout=0.05)
@@ -82,9 +82,9 @@ def test_a_timeout_counts_while_another_consumer_waits(buffering: Harness) -> No
     patient.result().done()
 
 
-def test_get_takes_no_more_than_asked_for(buffering: Harness) -> None:
+def test_get_takes_no_more_than_asked_for(buffered_kind: Harness) -> None:
     """``max_events`` bounds a batch; the next batch has the rest."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     queue.producer().publish_block(block_of(numbered(0, 5)))
     batches = [queue.get(2), queue.get(2), queue.get(2)]
     assert [values_of(batch) for batch in batches] == [
@@ -95,18 +95,18 @@ def test_get_takes_no_more_than_asked_for(buffering: Harness) -> None:
     assert [(batch.place.first, batch.place.end) for batch in batches] == [(0, 2), (2, 4), (4, 5)]
 
 
-def test_dequeue_batch_size_bounds_every_batch(buffering: Harness) -> None:
+def test_dequeue_batch_size_bounds_every_batch(buffered_kind: Harness) -> None:
     """Asking for more than ``dequeue_batch_size`` gets no more than that."""
-    queue = buffering.open(dequeue_batch_size=3)
+    queue = buffered_kind.open(dequeue_batch_size=3)
     queue.producer().publish_block(block_of(numbered(0, 5)))
     wait_until(lambda: queue.stats().ledger.pending == 5)
     with queue.get(100) as batch:
         assert values_of(batch) == numbered(0, 3)
 
 
-def test_a_batch_is_a_block_with_the_base_columns_first(buffering: Harness) -> None:
+def test_a_batch_is_a_block_with_the_base_columns_first(buffered_kind: Harness) -> None:
     """Consumers always find the base columns by name and type."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     queue.producer().publish(b"one", severity=1)
     with queue.get() as batch:
         assert batch.block.schema.names == BASE_SCHEMA.names
@@ -114,10 +114,10 @@ def test_a_batch_is_a_block_with_the_base_columns_first(buffering: Harness) -> N
         assert len(batch) == batch.block.num_rows == 1
 
 
-def test_a_second_done_does_nothing(buffering: Harness) -> None:
+def test_a_second_done_does_nothing(buffered_kind: Harness) -> None:
     """A second done, or a dead or release after it, changes nothing."""
-    queue = buffering.open()
-    producer, acks = follow(queue)
+    queue = buffered_kind.open()
+    producer, acks = make_producer_with_acks(queue)
     producer.publish(b"000")
     batch = queue.get()
     batch.done()
@@ -126,7 +126,7 @@ def test_a_second_done_does_nothing(buffering: Harness) -> None:
     batch.release()
     acks.wait_for(1)
     producer.publish(b"001")
-    assert buffering.receive(queue, 1) == [b"001"]
+    assert buffered_kind.receive(queue, 1) == [b"001"]
     acks.wait_for(2)
     wait_until(lambda: queue.stats().ledger.delivered == 2)
     assert queue.stats().ledger.dead == 0
@@ -141,26 +141,26 @@ def test_a_direct_consumer_may_settle_its_batch_itself(direct: Harness) -> None:
         batch.dead()
 
     queue = direct.open(consumer=consume)
-    producer, acks = follow(queue)
+    producer, acks = make_producer_with_acks(queue)
     producer.publish(b"one")
     acks.wait_for(1)
     assert queue.stats().ledger.delivered == 1
     assert queue.stats().ledger.dead == 0
 
 
-def test_a_batch_as_context_is_done_when_the_block_ends(buffering: Harness) -> None:
+def test_a_batch_as_context_is_done_when_the_block_ends(buffered_kind: Harness) -> None:
     """Leaving the with-block settles the batch."""
-    queue = buffering.open()
-    producer, acks = follow(queue)
+    queue = buffered_kind.open()
+    producer, acks = make_producer_with_acks(queue)
     producer.publish(b"one")
     with queue.get() as batch:
         assert len(batch) == 1
     acks.wait_for(1)
 
 
-def test_a_batch_as_context_is_released_when_it_raises(buffering: Harness) -> None:
+def test_batch_is_released_if_the_with_block_raises(buffered_kind: Harness) -> None:
     """An error in the with-block gives the batch back, and propagates."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     queue.producer().publish(b"one")
     with pytest.raises(ZeroDivisionError), queue.get():
         raise ZeroDivisionError
@@ -168,10 +168,10 @@ def test_a_batch_as_context_is_released_when_it_raises(buffering: Harness) -> No
         assert batch.attempt == 2
 
 
-def test_free_gives_up_the_contents_and_keeps_the_rest(buffering: Harness) -> None:
+def test_free_gives_up_the_contents_and_keeps_the_rest(buffered_kind: Harness) -> None:
     """After free there is no block, but the count, the place and the acks are as before."""
-    queue = buffering.open()
-    producer, acks = follow(queue)
+    queue = buffered_kind.open()
+    producer, acks = make_producer_with_acks(queue)
     producer.publish_block(block_of(numbered(0, 2)))
     batch = queue.get()
     producer.publish(b"002")
@@ -182,15 +182,15 @@ def test_free_gives_up_the_contents_and_keeps_the_rest(buffering: Harness) -> No
         _ = batch.block
     with pytest.raises(BatchFreed):
         list(batch)
-    assert_never(lambda: bool(acks.told), "an ack by free")
+    assert_never(lambda: bool(acks.received), "free() caused an ack")
     batch.done()
     acks.wait_for(2)
-    assert buffering.receive(queue, 1) == [b"002"]
+    assert buffered_kind.receive(queue, 1) == [b"002"]
 
 
-def test_free_frees_only_its_own_batch(buffering: Harness) -> None:
+def test_free_frees_only_its_own_batch(buffered_kind: Harness) -> None:
     """Batches cut from one block are freed one by one."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     queue.producer().publish_block(block_of(numbered(0, 4)))
     one, other = queue.get(2), queue.get(2)
     one.free()
@@ -212,15 +212,15 @@ def test_a_direct_consumer_may_free_its_batch(direct: Harness) -> None:
                 errors.append(error)
 
     queue = direct.open(consumer=consume)
-    producer, acks = follow(queue)
+    producer, acks = make_producer_with_acks(queue)
     assert producer.publish(b"one")
     acks.wait_for(1)
     assert len(errors) == 2
 
 
-def test_free_makes_room_in_bytes(buffering: Harness) -> None:
+def test_free_makes_room_in_bytes(buffered_kind: Harness) -> None:
     """Freed contents take no room, even before their batch is done."""
-    queue = buffering.open(max_bytes=bytes_for(*numbered(0, 2)))
+    queue = buffered_kind.open(max_bytes=bytes_for(*numbered(0, 2)))
     producer = queue.producer()
     publish_all(producer, numbered(0, 2))
     batch = queue.get(2)
@@ -232,9 +232,9 @@ def test_free_makes_room_in_bytes(buffering: Harness) -> None:
     batch.done()
 
 
-def test_get_on_a_closed_queue_raises(every: Harness) -> None:
+def test_get_on_a_closed_queue_raises(any_kind: Harness) -> None:
     """A closed queue hands out nothing, even if it has events."""
-    queue = every.open()
+    queue = any_kind.open()
     queue.producer().publish(b"one")
     queue.close()
     with pytest.raises(QueueClosed):
@@ -250,9 +250,9 @@ def test_a_direct_queue_has_nothing_to_get(direct: Harness) -> None:
         queue.get(timeout=0)
 
 
-def test_a_blocked_get_is_woken_by_close(buffering: Harness) -> None:
+def test_a_blocked_get_is_woken_by_close(buffered_kind: Harness) -> None:
     """A consumer does not wait for a closed queue."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     consumers = [Task(queue.get) for _ in range(3)]
     assert_never(lambda: not all(consumer.running for consumer in consumers))
     queue.close()
@@ -261,21 +261,23 @@ def test_a_blocked_get_is_woken_by_close(buffering: Harness) -> None:
             consumer.result()
 
 
-def test_a_finished_queue_serves_the_rest(buffering: Harness) -> None:
+def test_a_finished_queue_serves_the_rest(buffered_kind: Harness) -> None:
     """After finish, consumers get the remaining events, and only then QueueClosed."""
-    queue = buffering.open()
-    producer, acks = follow(queue)
+    queue = buffered_kind.open()
+    producer, acks = make_producer_with_acks(queue)
     publish_all(producer, numbered(0, 3))
     queue.finish()
-    assert buffering.receive(queue, 3) == numbered(0, 3)
+    assert buffered_kind.receive(queue, 3) == numbered(0, 3)
     acks.wait_for(3)
     with pytest.raises(QueueClosed):
         queue.get(timeout=PATIENCE)
 
 
-def test_get_on_a_finished_queue_waits_for_batches_that_may_be_released(buffering: Harness) -> None:
+def test_get_on_a_finished_queue_waits_for_batches_that_may_be_released(
+    buffered_kind: Harness,
+) -> None:
     """While a batch is in flight, a finished queue is not drained: it may come back."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     queue.producer().publish(b"one")
     batch = queue.get()
     queue.finish()
@@ -290,9 +292,9 @@ def test_get_on_a_finished_queue_waits_for_batches_that_may_be_released(bufferin
         last.result()
 
 
-def test_a_get_blocked_on_an_empty_queue_is_woken_by_finish(buffering: Harness) -> None:
+def test_a_get_blocked_on_an_empty_queue_is_woken_by_finish(buffered_kind: Harness) -> None:
     """No event can come any more, so no consumer waits."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     getting = Task(queue.get)
     assert_never(lambda: not getting.running)
     queue.finish()

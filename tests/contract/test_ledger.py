@@ -12,8 +12,8 @@ from tests.contract.harness import (
     Harness,
     Task,
     check,
-    follow,
     line_up,
+    make_producer_with_acks,
     numbered,
     publish_all,
     wait_until,
@@ -24,11 +24,11 @@ from turnlane.queues.api import Batch
 from turnlane.queues.settings import Kind
 
 
-def test_an_unused_queue_has_an_empty_ledger(every: Harness) -> None:
+def test_an_unused_queue_has_an_empty_ledger(any_kind: Harness) -> None:
     """All counts are 0, and they add up."""
-    stats = every.open(name="idle").stats()
+    stats = any_kind.open(name="idle").stats()
     assert str(stats.ledger) == "0 accepted = 0 delivered + 0 dead + 0 pending"
-    assert (stats.name, stats.kind) == ("idle", every.kind.value)
+    assert (stats.name, stats.kind) == ("idle", any_kind.kind.value)
     assert stats.utilization == 0
 
 
@@ -118,9 +118,9 @@ def test_a_release_changes_no_count(keeping: Harness) -> None:
     assert after.releases == 1
 
 
-def test_every_drop_is_counted_by_its_reason(buffering: Harness) -> None:
+def test_every_drop_is_counted_by_its_reason(buffered_kind: Harness) -> None:
     """Sampled, shed and refused events have separate counts; all count as accepted."""
-    queue = buffering.open(
+    queue = buffered_kind.open(
         size=4,
         full_behavior="drop_newest",
         discard_mark=3,
@@ -140,29 +140,29 @@ def test_every_drop_is_counted_by_its_reason(buffering: Harness) -> None:
     assert (ledger.accepted, ledger.pending) == (12, 4)
 
 
-def test_blocked_publishers_are_in_the_stats_and_not_in_the_ledger(buffering: Harness) -> None:
+def test_blocked_publishers_are_in_the_stats_and_not_in_the_ledger(buffered_kind: Harness) -> None:
     """A publisher in line has not published yet."""
-    queue = buffering.open(size=1, stalled=True)
+    queue = buffered_kind.open(size=1, stalled=True)
     producer = queue.producer()
     producer.publish(b"000")
     blocked = line_up(queue, lambda: producer.publish(b"001"), lambda: producer.publish(b"002"))
     stats = queue.stats()
     assert (stats.blocked_publishers, stats.ledger.accepted, stats.full_waits) == (2, 1, 2)
-    buffering.resume()
-    assert buffering.receive(queue, 3) == numbered(0, 3)
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 3) == numbered(0, 3)
     assert all(publisher.result() for publisher in blocked)
     assert queue.stats().blocked_publishers == 0
     assert queue.stats().ledger.accepted == 3
 
 
-def test_the_ledger_adds_up_at_every_moment(every: Harness) -> None:
+def test_the_ledger_adds_up_at_every_moment(any_kind: Harness) -> None:
     """The stats are consistent while other threads publish and consume."""
-    queue = every.open()
-    producer, acks = follow(queue)
+    queue = any_kind.open()
+    producer, acks = make_producer_with_acks(queue)
     publishing = Task(lambda: publish_all(producer, numbered(0, 500)))
     receiving = None
-    if every.kind is not Kind.DIRECT:
-        receiving = Task(lambda: every.receive(queue, 500))
+    if any_kind.kind is not Kind.DIRECT:
+        receiving = Task(lambda: any_kind.receive(queue, 500))
     while publishing.running or (receiving is not None and receiving.running):
         check(queue.stats())
     publishing.result()
@@ -172,10 +172,10 @@ def test_the_ledger_adds_up_at_every_moment(every: Harness) -> None:
     wait_until(lambda: queue.stats().ledger.delivered == 500)
 
 
-def test_room_comes_back_to_the_last_byte(buffering: Harness) -> None:
+def test_room_comes_back_to_the_last_byte(buffered_kind: Harness) -> None:
     """After any cuts, frees, releases and settlements, an empty queue takes no room."""
-    queue = buffering.open()
-    producer, acks = follow(queue)
+    queue = buffered_kind.open()
+    producer, acks = make_producer_with_acks(queue)
     producer.publish_block(block_of([b"x" * size for size in range(1, 30)]))
     publish_all(producer, [b"y" * size for size in range(1, 30)])
     queue.get(7).release()
@@ -197,9 +197,9 @@ def test_room_comes_back_to_the_last_byte(buffering: Harness) -> None:
     assert (stats.size, stats.bytes, stats.in_flight) == (0, 0, 0)
 
 
-def test_stats_are_ready_for_json(every: Harness) -> None:
+def test_stats_are_ready_for_json(any_kind: Harness) -> None:
     """Every figure has a name, and the ledger says whether it adds up."""
-    queue = every.open()
+    queue = any_kind.open()
     queue.producer().publish(b"one")
     described = queue.stats().as_dict()
     assert isinstance(described["ledger"], dict)
@@ -208,9 +208,9 @@ def test_stats_are_ready_for_json(every: Harness) -> None:
     assert isinstance(described["utilization"], float)
 
 
-def test_the_ledger_survives_a_restart(storing: DiskHarness) -> None:
+def test_the_ledger_survives_a_restart(disk_kind: DiskHarness) -> None:
     """A queue with a directory continues to count after a restart."""
-    queue = storing.open(sampling_interval=2)
+    queue = disk_kind.open(sampling_interval=2)
     producer = queue.producer()
     for value in numbered(0, 10):
         producer.publish(value)
@@ -219,19 +219,19 @@ def test_the_ledger_survives_a_restart(storing: DiskHarness) -> None:
     queue.close()
     before = queue.stats().ledger
     assert (before.delivered, before.dead, before.pending) == (2, 1, 2)
-    again = storing.reopen()
+    again = disk_kind.reopen()
     assert again.stats().ledger == before
-    assert storing.receive(again, 2) == [b"006", b"008"]
+    assert disk_kind.receive(again, 2) == [b"006", b"008"]
 
 
-def test_pushes_count_calls_in_every_kind(every: Harness) -> None:
+def test_pushes_count_calls_in_every_kind(any_kind: Harness) -> None:
     """A block is one push, with any number of events."""
-    queue = every.open()
+    queue = any_kind.open()
     producer = queue.producer()
     producer.publish(b"000")
     producer.publish_block(block_of(numbered(1, 6)))
     assert queue.stats().pushes == 2
-    assert every.receive(queue, 6) == numbered(0, 6)
+    assert any_kind.receive(queue, 6) == numbered(0, 6)
 
 
 def test_a_direct_queue_counts_batches_given_back(direct: Harness) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.contract.harness import (
     Harness,
     assert_never,
-    follow,
+    make_producer_with_acks,
     numbered,
     publish_all,
     values_of,
@@ -18,24 +18,24 @@ from turnlane.events import block_of
 from turnlane.queues.api import Batch
 
 
-def test_a_released_batch_comes_again_with_its_attempt_counted(buffering: Harness) -> None:
+def test_a_released_batch_comes_again_with_its_attempt_counted(buffered_kind: Harness) -> None:
     """Each release counts one attempt and acks nothing."""
-    queue = buffering.open()
-    producer, acks = follow(queue)
+    queue = buffered_kind.open()
+    producer, acks = make_producer_with_acks(queue)
     publish_all(producer, numbered(0, 2))
     wait_until(lambda: queue.stats().ledger.pending == 2)
     for attempt in (1, 2, 3):
         batch = queue.get(1)
         assert (values_of(batch), batch.attempt) == ([b"000"], attempt)
         batch.release()
-    assert_never(lambda: bool(acks.told), "an ack by release")
-    assert buffering.receive(queue, 2) == numbered(0, 2)
+    assert_never(lambda: bool(acks.received), "release() caused an ack")
+    assert buffered_kind.receive(queue, 2) == numbered(0, 2)
     acks.wait_for(2)
 
 
-def test_released_batches_come_before_newer_events(buffering: Harness) -> None:
+def test_released_batches_come_before_newer_events(buffered_kind: Harness) -> None:
     """Batches released in any order come in offset order, before fresh events."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     queue.producer().publish_block(block_of(numbered(0, 8)))
     batches = [queue.get(2) for _ in range(3)]
     for batch in (batches[2], batches[0], batches[1]):
@@ -46,13 +46,13 @@ def test_released_batches_come_before_newer_events(buffering: Harness) -> None:
     assert [batch.attempt for batch in again] == [2, 2, 2, 1]
     for batch in again:
         batch.done()
-    assert buffering.receive(queue, 1) == [b"008"]
+    assert buffered_kind.receive(queue, 1) == [b"008"]
 
 
-def test_a_released_batch_may_be_taken_in_smaller_ones(buffering: Harness) -> None:
+def test_a_released_batch_may_be_taken_in_smaller_ones(buffered_kind: Harness) -> None:
     """A large batch can be retried in smaller ones, each with its attempt."""
-    queue = buffering.open()
-    producer, acks = follow(queue)
+    queue = buffered_kind.open()
+    producer, acks = make_producer_with_acks(queue)
     producer.publish_block(block_of(numbered(0, 5)))
     queue.get(5).release()
     pieces = [queue.get(2) for _ in range(3)]
@@ -67,10 +67,10 @@ def test_a_released_batch_may_be_taken_in_smaller_ones(buffering: Harness) -> No
     acks.wait_for(5)
 
 
-def test_a_second_release_does_nothing(buffering: Harness) -> None:
+def test_a_second_release_does_nothing(buffered_kind: Harness) -> None:
     """A second release, or a done after it, does not affect another consumer's batch."""
-    queue = buffering.open()
-    producer, acks = follow(queue)
+    queue = buffered_kind.open()
+    producer, acks = make_producer_with_acks(queue)
     producer.publish(b"one")
     batch = queue.get()
     batch.release()
@@ -81,15 +81,15 @@ def test_a_second_release_does_nothing(buffering: Harness) -> None:
     batch.dead()
     batch.release()
     assert again.attempt == 2
-    assert_never(lambda: bool(acks.told), "an ack by a batch that was given back")
+    assert_never(lambda: bool(acks.received), "a released batch caused an ack")
     again.done()
     acks.wait_for(1)
 
 
-def test_release_after_free_is_refused(buffering: Harness) -> None:
+def test_release_after_free_is_refused(buffered_kind: Harness) -> None:
     """The contents are gone; the batch can still be done."""
-    queue = buffering.open()
-    producer, acks = follow(queue)
+    queue = buffered_kind.open()
+    producer, acks = make_producer_with_acks(queue)
     producer.publish(b"one")
     batch = queue.get()
     batch.free()
@@ -99,45 +99,45 @@ def test_release_after_free_is_refused(buffering: Harness) -> None:
     acks.wait_for(1)
 
 
-def test_free_after_release_does_nothing(buffering: Harness) -> None:
+def test_free_after_release_does_nothing(buffered_kind: Harness) -> None:
     """After a release the consumer has no contents to free."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     queue.producer().publish(b"one")
     batch = queue.get()
     batch.release()
     batch.free()
-    assert buffering.receive(queue, 1) == [b"one"]
+    assert buffered_kind.receive(queue, 1) == [b"one"]
 
 
-def test_acks_wait_for_a_released_batch(buffering: Harness) -> None:
+def test_acks_wait_for_a_released_batch(buffered_kind: Harness) -> None:
     """Later batches that are done are not acked before the released batch."""
-    queue = buffering.open()
-    producer, acks = follow(queue)
+    queue = buffered_kind.open()
+    producer, acks = make_producer_with_acks(queue)
     publish_all(producer, numbered(0, 3))
     wait_until(lambda: queue.stats().ledger.pending == 3)
     first = queue.get(1)
-    buffering.receive(queue, 2)
+    buffered_kind.receive(queue, 2)
     first.release()
-    assert_never(lambda: bool(acks.told), "an ack out of order")
-    assert buffering.receive(queue, 1) == [b"000"]
+    assert_never(lambda: bool(acks.received), "an ack out of order")
+    assert buffered_kind.receive(queue, 1) == [b"000"]
     acks.wait_for(3)
 
 
-def test_a_released_batch_keeps_its_room(buffering: Harness) -> None:
+def test_a_released_batch_keeps_its_room(buffered_kind: Harness) -> None:
     """A release makes no room: the events are still in the queue."""
-    queue = buffering.open(size=2, stalled=True)
-    if buffering.delivers_in_background:
-        buffering.resume()  # events that a proxy has sent take no room in the proxy
+    queue = buffered_kind.open(size=2, stalled=True)
+    if buffered_kind.delivers_in_background:
+        buffered_kind.resume()  # events that a proxy has sent take no room in the proxy
     producer = queue.producer()
     publish_all(producer, numbered(0, 2))
     batch = queue.get()
-    if buffering.delivers_in_background:
+    if buffered_kind.delivers_in_background:
         wait_until(lambda: queue.stats().size == 0, "word that the node has them")
     before = queue.stats().size
     batch.release()
     assert queue.stats().size == before
-    buffering.resume()
-    assert buffering.receive(queue, 2) == numbered(0, 2)
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 2) == numbered(0, 2)
 
 
 def test_a_direct_batch_comes_again_only_if_published_again(direct: Harness) -> None:
@@ -150,7 +150,7 @@ def test_a_direct_batch_comes_again_only_if_published_again(direct: Harness) -> 
             raise ZeroDivisionError
 
     queue = direct.open(consumer=consume)
-    producer, acks = follow(queue)
+    producer, acks = make_producer_with_acks(queue)
     with pytest.raises(ZeroDivisionError):
         producer.publish(b"one")
     assert producer.publish(b"one")

@@ -35,31 +35,31 @@ def holding(**knobs: Any) -> BufferedQueue:
     return queue
 
 
-def test_a_refused_block_is_taken_after_a_higher_one(buffering: Harness) -> None:
+def test_a_refused_block_is_taken_after_a_higher_one(buffered_kind: Harness) -> None:
     """A full queue refused it before, so it is not a repeat."""
-    queue = buffering.open(size=12, stalled=True)
+    queue = buffered_kind.open(size=12, stalled=True)
     producer = queue.producer(producer_id="me")
     publish(producer, 0, 10)
     with pytest.raises(QueueFull):
         publish(producer, 10, 20, timeout=0)
     assert publish(producer, 20, 22, timeout=0).accepted == 2
-    buffering.resume()
-    assert buffering.receive(queue, 12) == numbered(0, 10) + numbered(20, 22)
+    buffered_kind.resume()
+    assert buffered_kind.receive(queue, 12) == numbered(0, 10) + numbered(20, 22)
     again = publish(producer, 10, 20)
     assert (again.accepted, again.repeated) == (10, 0)
-    assert buffering.receive(queue, 10) == numbered(10, 20)
+    assert buffered_kind.receive(queue, 10) == numbered(10, 20)
 
 
-def test_all_new_parts_of_a_block_are_taken(buffering: Harness) -> None:
+def test_all_new_parts_of_a_block_are_taken(buffered_kind: Harness) -> None:
     """New parts enter in order; repeated parts are left out."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     producer = queue.producer(producer_id="me")
     for first, end in ((0, 3), (5, 7), (9, 10)):
         publish(producer, first, end)
     done = publish(producer, 1, 12)
     assert (done.accepted, done.repeated) == (6, 5)
-    buffering.receive(queue, 6)
-    assert buffering.receive(queue, 6) == [
+    buffered_kind.receive(queue, 6)
+    assert buffered_kind.receive(queue, 6) == [
         *numbered(3, 5),
         *numbered(7, 9),
         *numbered(10, 12),
@@ -67,31 +67,31 @@ def test_all_new_parts_of_a_block_are_taken(buffering: Harness) -> None:
     assert publish(producer, 0, 12).repeated == 12
 
 
-def test_the_part_of_a_block_before_a_later_one_is_taken(buffering: Harness) -> None:
+def test_the_part_of_a_block_before_a_later_one_is_taken(buffered_kind: Harness) -> None:
     """The rest of the block is a repeat."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     producer = queue.producer(producer_id="me")
     publish(producer, 5, 9)
     done = publish(producer, 2, 7)
     assert (done.accepted, done.repeated) == (3, 2)
     assert publish(producer, 2, 9).repeated == 7
-    assert buffering.receive(queue, 7) == numbered(5, 9) + numbered(2, 5)
+    assert buffered_kind.receive(queue, 7) == numbered(5, 9) + numbered(2, 5)
 
 
-def test_one_wrong_high_number_hides_no_later_event(buffering: Harness) -> None:
+def test_one_wrong_high_number_hides_no_later_event(buffered_kind: Harness) -> None:
     """All later events are accepted."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     producer = queue.producer(producer_id="me")
     block = block_of([b"wrong"])
     assert producer.publish_block(block, sequence=1 << 61).accepted == 1
     for first in range(0, 50, 10):
         assert publish(producer, first, first + 10).accepted == 10
-    assert buffering.receive(queue, 51) == [b"wrong", *numbered(0, 50)]
+    assert buffered_kind.receive(queue, 51) == [b"wrong", *numbered(0, 50)]
 
 
-def test_too_many_gaps_are_refused_until_one_is_filled(buffering: Harness) -> None:
+def test_too_many_gaps_are_refused_until_one_is_filled(buffered_kind: Harness) -> None:
     """The error names the missing numbers, and no event of the block is accepted."""
-    queue = buffering.open()
+    queue = buffered_kind.open()
     producer = queue.producer(producer_id="me")
     for number in range(1, MAX_RUNS + 1):
         publish(producer, 2 * number, 2 * number + 1)
@@ -104,7 +104,7 @@ def test_too_many_gaps_are_refused_until_one_is_filled(buffering: Harness) -> No
     assert publish(producer, 3, 4).accepted == 1
     assert publish(producer, 1000, 1010).accepted == 10
     assert publish(producer, 0, 2).accepted == 2
-    found = buffering.receive(queue, MAX_RUNS + 13)
+    found = buffered_kind.receive(queue, MAX_RUNS + 13)
     assert len(set(found)) == MAX_RUNS + 13
 
 
@@ -141,18 +141,18 @@ def test_dropped_events_fill_a_gap() -> None:
         assert state_of(queue).sequences[hash_producer_id("me")] == AcceptedSequences(6)
 
 
-def test_gaps_survive_a_restart(storing: DiskHarness) -> None:
+def test_gaps_survive_a_restart(disk_kind: DiskHarness) -> None:
     """The missing numbers are accepted then, and no other number is accepted twice."""
-    queue = storing.open()
+    queue = disk_kind.open()
     producer = queue.producer(producer_id="me")
     for first, end in ((0, 3), (5, 7), (9, 12)):
         publish(producer, first, end)
     queue.close()
-    again = storing.reopen()
+    again = disk_kind.reopen()
     producer = again.producer(producer_id="me")
     done = publish(producer, 0, 12)
     assert (done.accepted, done.repeated) == (4, 8)
-    found = storing.receive(again, 12)
+    found = disk_kind.receive(again, 12)
     assert sorted(map(bytes, filter(None, found))) == numbered(0, 12)
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from tests.contract.harness import PATIENCE, Harness, Task, follow, numbered, values_of
+from tests.contract.harness import (
+    PATIENCE,
+    Harness,
+    Task,
+    make_producer_with_acks,
+    numbered,
+    values_of,
+)
 from tests.queue_internals import state_of
 from turnlane.errors import QueueEmpty
 from turnlane.events import block_of
@@ -120,7 +127,7 @@ def test_acks_come_once_for_events_settled_twice(keeping: Harness) -> None:
     """There are exactly as many acks as events."""
     queue = keeping.open()
     assert isinstance(queue, BufferedQueue)
-    producer, acks = follow(queue)
+    producer, acks = make_producer_with_acks(queue)
     producer.publish_block(block_of(numbered(0, 6)))
     batch = queue.get(6)
     queue.settle(0, 3)
@@ -165,10 +172,10 @@ def test_the_first_of_two_concurrent_settlements_decides_the_outcome(
 
 
 def test_settling_by_offset_waits_for_a_batch_that_is_being_settled(
-    storing: Harness, monkeypatch: pytest.MonkeyPatch
+    disk_kind: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ledger and the journal agree: a restart changes nothing."""
-    queue = opened(storing, 10)
+    queue = opened(disk_kind, 10)
     batch = queue.get(5)
     slow = SlowRecord(queue, monkeypatch)
     dying = Task(batch.dead)
@@ -181,7 +188,7 @@ def test_settling_by_offset_waits_for_a_batch_that_is_being_settled(
     assert (before.dead, before.delivered) == (5, 5)
     monkeypatch.undo()
     queue.close()
-    assert storing.reopen().stats().ledger == before  # type: ignore[attr-defined]
+    assert disk_kind.reopen().stats().ledger == before  # type: ignore[attr-defined]
 
 
 def test_events_settled_during_a_disk_read_are_not_handed_out(
@@ -206,28 +213,28 @@ def test_events_settled_during_a_disk_read_are_not_handed_out(
     assert values_of(queue.get(10)) == numbered(5, 10)
 
 
-def test_events_settled_by_offset_stay_settled_after_a_restart(storing: Harness) -> None:
+def test_events_settled_by_offset_stay_settled_after_a_restart(disk_kind: Harness) -> None:
     """Batches that are done or released later do not change this."""
-    queue = opened(storing, 10)
+    queue = opened(disk_kind, 10)
     first, second = queue.get(5), queue.get(5)
     queue.settle(3, 8)
     first.done()
     second.release()
     queue.close()
-    again = storing.reopen()  # type: ignore[attr-defined]
+    again = disk_kind.reopen()  # type: ignore[attr-defined]
     assert left(again) == numbered(8, 10)
     assert again.stats().ledger.delivered == 10
 
 
 def test_events_returned_before_a_restart_and_settled_by_offset_delay_nothing(
-    storing: Harness,
+    disk_kind: Harness,
 ) -> None:
     """The few other events are handed out."""
-    queue = opened(storing, 6)
+    queue = opened(disk_kind, 6)
     oldest, middle = queue.get(1), queue.get(3)
     middle.release()
     del oldest
     queue.close()
-    again = storing.reopen()  # type: ignore[attr-defined]
+    again = disk_kind.reopen()  # type: ignore[attr-defined]
     again.settle(1, 4)
     assert left(again) == [*numbered(0, 1), *numbered(4, 6)]

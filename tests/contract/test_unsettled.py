@@ -37,11 +37,11 @@ def test_a_long_backlog_includes_the_newest_events(keeping: Harness) -> None:
     assert queue.find_unsettled(20, newest=5).spans == [(0, 15), (92, 95), (98, 100)]
 
 
-def test_settled_events_stay_settled_after_a_restart(storing: DiskHarness) -> None:
-    queue = opened(storing, 10)
+def test_settled_events_stay_settled_after_a_restart(disk_kind: DiskHarness) -> None:
+    queue = opened(disk_kind, 10)
     queue.settle(4, 6)
     queue.close()
-    again = storing.reopen()
+    again = disk_kind.reopen()
     assert isinstance(again, BufferedQueue)
     assert again.find_unsettled(100).spans == [(0, 4), (6, 10)]
 

@@ -20,7 +20,7 @@ from tests.contract.harness import (
     Harness,
     Task,
     assert_never,
-    follow,
+    make_producer_with_acks,
     numbered,
     publish_all,
     values_of,
@@ -214,7 +214,7 @@ def test_a_refused_batch_is_kept_as_dead_letters(keeping: Harness) -> None:
     def keep(batch: Batch, error: Exception) -> None:
         kept.append((values_of(batch), str(error)))
 
-    producer, acks = follow(queue)
+    producer, acks = make_producer_with_acks(queue)
     with Pool(queue, Recorder(refuse), dead_letters=keep) as pool:
         publish_all(producer, numbered(0, 6))
         acks.wait_for(6)

@@ -15,7 +15,7 @@ from typing import Any
 from tests.conftest import IN_CI
 from tests.contract.harness import wait_until
 from tests.inputs.files_harness import open_test_queue, run_input
-from tests.inputs.files_victim import live
+from tests.inputs.killed_files_process import live
 
 KILLS = 25 if IN_CI else 15
 SEED = 20_261_116
@@ -68,17 +68,17 @@ class Writer:
 class Loop:
     """Starts and kills a reader again and again."""
 
-    nursery: ForkServerContext
+    process_server: ForkServerContext
     data: Path
     pattern: str
     knobs: dict[str, Any]
     random: random.Random
 
     def life(self) -> None:
-        mine, its = self.nursery.Pipe()
+        mine, its = self.process_server.Pipe()
         at = self._moment()
         orders = (self.data, self.pattern, self.knobs, at, its)
-        victim = self.nursery.Process(target=live, args=orders)
+        victim = self.process_server.Process(target=live, args=orders)
         victim.start()
         its.close()
         try:
@@ -105,14 +105,14 @@ def run(loop: Loop, writer: Writer, kills: int) -> None:
 
 
 def test_killed_reader_publishes_every_line_exactly_once_in_order(
-    tmp_path: Path, nursery: ForkServerContext
+    tmp_path: Path, process_server: ForkServerContext
 ) -> None:
     logs, data, chance = tmp_path / "logs", tmp_path / "data", random.Random(SEED)
     logs.mkdir()
     data.mkdir()
     knobs = {"kind": "disk", "sync_interval": 0.01, "chunk_size": "64Ki"}
     writer = Writer(logs, random.Random(SEED))
-    run(Loop(nursery, data, f"{logs}/*", knobs, chance), writer, KILLS)
+    run(Loop(process_server, data, f"{logs}/*", knobs, chance), writer, KILLS)
     with run_input(data, f"{logs}/*") as running:
         lines = running.await_lines(len(writer.lines()))
         running.await_rounds()
@@ -135,14 +135,14 @@ def in_order(logs: Path, lines: list[bytes]) -> Iterator[bool]:
 
 
 def test_disk_assisted_queue_gets_every_line_at_least_once(
-    tmp_path: Path, nursery: ForkServerContext
+    tmp_path: Path, process_server: ForkServerContext
 ) -> None:
     logs, data, chance = tmp_path / "logs", tmp_path / "data", random.Random(SEED)
     logs.mkdir()
     data.mkdir()
     knobs: dict[str, Any] = {"kind": "disk_assisted", "size": 500, "durability": "always"}
     writer = Writer(logs, random.Random(SEED))
-    run(Loop(nursery, data, f"{logs}/*", knobs, chance), writer, KILLS // 2)
+    run(Loop(process_server, data, f"{logs}/*", knobs, chance), writer, KILLS // 2)
     expected = writer.lines()
     with (
         open_test_queue(data, **knobs) as queue,

@@ -53,7 +53,7 @@ def send(kind: str, post: Callable[[str, str], bool], address: str, told: list[s
 
 
 def test_acknowledged_events_survive_a_kill(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.inputs.web_victim", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.inputs.killed_web_process", str(tmp_path)]
     told: dict[str, list[str]] = {kind: [] for kind in SENDERS}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as victim:
         assert victim.stdout is not None

@@ -329,7 +329,7 @@ class TestFailed:
 
     @pytest.mark.parametrize("op", ["write", "sync", "sync_directory", "rename", "unlink"])
     def test_kill_at_every_operation_of_a_start_loses_nothing(
-        self, op: str, tmp_path: Path, nursery: ForkServerContext
+        self, op: str, tmp_path: Path, process_server: ForkServerContext
     ) -> None:
         """Kills the start that finds the event too large, and the start that accepts it."""
         data, at = tmp_path / "data", tmp_path / "at"
@@ -342,7 +342,7 @@ class TestFailed:
             shutil.rmtree(at)
             for nth in range(1, total + 1):
                 shutil.copytree(data, at)
-                life = nursery.Process(target=open_until_killed, args=(at, queues, op, nth))
+                life = process_server.Process(target=open_until_killed, args=(at, queues, op, nth))
                 life.start()
                 life.join(60.0)
                 assert life.exitcode == -9

@@ -64,13 +64,13 @@ class TestKilled:
     @pytest.mark.parametrize("by_place", [False, True], ids=["events", "places"])
     @pytest.mark.parametrize("op", ["open", "write", "sync", "sync_directory", "rename", "unlink"])
     def test_power_cut_at_every_operation_loses_or_applies_the_whole_commit(
-        self, op: str, by_place: bool, tmp_path: Path, nursery: ForkServerContext
+        self, op: str, by_place: bool, tmp_path: Path, process_server: ForkServerContext
     ) -> None:
         total = count_operations(tmp_path / "undisturbed", by_place=by_place)[op]
         assert total, f"committing uses no {op}: this test tests nothing"
         for nth in range(1, total + 1):
             data = tmp_path / str(nth)
-            life = nursery.Process(target=run_lane, args=(data, op, nth, by_place))
+            life = process_server.Process(target=run_lane, args=(data, op, nth, by_place))
             life.start()
             life.join(PATIENCE)
             assert life.exitcode == -9

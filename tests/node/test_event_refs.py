@@ -280,7 +280,7 @@ class TestRefusedParts:
 
     @pytest.mark.parametrize("op", ["open", "write", "sync", "sync_directory", "rename", "unlink"])
     def test_kill_during_a_copy_loses_no_event(
-        self, queues: Queues, op: str, tmp_path: Path, nursery: ForkServerContext
+        self, queues: Queues, op: str, tmp_path: Path, process_server: ForkServerContext
     ) -> None:
         data, at = tmp_path / "data", tmp_path / "at"
         interrupt(data)
@@ -291,7 +291,7 @@ class TestRefusedParts:
         for nth in range(1, total + 1):
             shutil.rmtree(at)
             shutil.copytree(data, at)
-            life = nursery.Process(target=open_until_killed, args=(at, queues, op, nth))
+            life = process_server.Process(target=open_until_killed, args=(at, queues, op, nth))
             life.start()
             life.join(60.0)
             assert life.exitcode == -9

@@ -164,7 +164,7 @@ time.sleep(600)
 """
 
 
-class Victim:
+class KilledProcess:
     """A node in its own process, which the test kills."""
 
     def __init__(self, data: Path) -> None:
@@ -218,7 +218,7 @@ def test_killed_node_has_every_acked_event_and_numbered_ones_once(tmp_path: Path
     senders = [Sender(f"n{at}", urls, numbered=True) for at in range(2)]
     senders += [Sender(f"p{at}", urls, numbered=False) for at in range(2)]
     for life in range(2):
-        victim = Victim(tmp_path)
+        victim = KilledProcess(tmp_path)
         try:
             urls.append(victim.url)
             if not life:

@@ -1,4 +1,4 @@
-"""Does every message arrive complete, and does a receiver that fails lose none?"""
+"""Every message arrives complete, and a receiver that fails loses none."""
 
 from __future__ import annotations
 

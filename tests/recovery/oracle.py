@@ -1,4 +1,4 @@
-"""Keeps all promises of a queue over many lives, and fails when one is broken."""
+"""Keeps all promises of a queue over many restarts, and fails when one is broken."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from tests.recovery.victim import (
+from tests.recovery.killed_process import (
     EVERY_LIFE,
     NUMBERED,
     Closed,

@@ -13,7 +13,7 @@ from turnlane.testing import FaultyDisk
 
 
 def test_close_syncs_events_that_are_being_written(tmp_path: Path) -> None:
-    """A job that began before the close leaves nothing unsynced."""
+    """A write that began before the close leaves nothing unsynced."""
     disk = FaultyDisk()
     settings = QueueSettings.of(
         kind="disk", path=tmp_path / "queue", sync_interval="1h", write_buffer="1Mi"

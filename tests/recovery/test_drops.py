@@ -13,8 +13,8 @@ import pytest
 from tests.contract.harness import PATIENCE, Task, wait_until
 from tests.node.http_harness import serve_http
 from tests.queue_internals import store_of
-from tests.recovery.drop_victim import EVENTS, publish_over_http, publish_singles
 from tests.recovery.hooked_disk import HookedDisk, Opener
+from tests.recovery.killed_publisher import EVENTS, publish_over_http, publish_singles
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
 
@@ -42,12 +42,15 @@ CASES = [
 
 
 def kill_after(
-    nursery: ForkServerContext, publish: Callable[..., None], path: Path, knobs: dict[str, Any]
+    process_server: ForkServerContext,
+    publish: Callable[..., None],
+    path: Path,
+    knobs: dict[str, Any],
 ) -> int:
     """Kill a publisher as soon as it was told of its drops; return how many they are."""
     ack = knobs.pop("ack")
-    ours, theirs = nursery.Pipe()
-    life = nursery.Process(target=publish, args=(path, knobs, ack, theirs), daemon=True)
+    ours, theirs = process_server.Pipe()
+    life = process_server.Process(target=publish, args=(path, knobs, ack, theirs), daemon=True)
     life.start()
     theirs.close()
     try:
@@ -60,10 +63,10 @@ def kill_after(
 
 @pytest.mark.parametrize(("policy", "promise"), CASES)
 def test_process_killed_after_a_publisher_was_told_of_drops_has_counted_them(
-    policy: str, promise: str, path: Path, nursery: ForkServerContext, opener: Opener
+    policy: str, promise: str, path: Path, process_server: ForkServerContext, opener: Opener
 ) -> None:
     knobs = POLICIES[policy] | PROMISES[promise]
-    told = kill_after(nursery, publish_singles, path, dict(knobs))
+    told = kill_after(process_server, publish_singles, path, dict(knobs))
     ledger = opener.stored(knobs["kind"], path).stats().ledger
     assert ledger.dropped == {policy: told}
     assert ledger.accepted <= EVENTS
@@ -71,10 +74,10 @@ def test_process_killed_after_a_publisher_was_told_of_drops_has_counted_them(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_node_killed_after_http_told_of_drops_has_counted_them(
-    policy: str, tmp_path: Path, nursery: ForkServerContext
+    policy: str, tmp_path: Path, process_server: ForkServerContext
 ) -> None:
     knobs = POLICIES[policy] | PROMISES["interval, persisted"]
-    told = kill_after(nursery, publish_over_http, tmp_path, dict(knobs))
+    told = kill_after(process_server, publish_over_http, tmp_path, dict(knobs))
     with serve_http(tmp_path, {"orders": {}}) as served:
         ledger = served.orders.stats().ledger
     assert ledger.dropped == {policy: told}

@@ -1,4 +1,4 @@
-"""A process that is killed at any moment loses no event. See ``victim`` and ``oracle``.
+"""A process that is killed at any moment loses no event. See ``killed_process`` and ``oracle``.
 
 The lives of a loop share one directory: each one starts with the files that the last kill left.
 Every run is different; ``TURNLANE_SEED=…``, which a failure prints, repeats its choices.
@@ -24,8 +24,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import IN_CI
-from tests.recovery.oracle import Oracle
-from tests.recovery.victim import (
+from tests.recovery.killed_process import (
     Closed,
     Got,
     Opened,
@@ -36,6 +35,7 @@ from tests.recovery.victim import (
     Settling,
     live,
 )
+from tests.recovery.oracle import Oracle
 from turnlane.errors import QueueClosed
 from turnlane.queues import open_queue
 from turnlane.queues.buffered import BufferedQueue
@@ -49,7 +49,7 @@ PATIENCE = 60.0
 class Loop:
     """Runs lives in one directory, and passes their reports to the oracle."""
 
-    nursery: ForkServerContext
+    process_server: ForkServerContext
     knobs: dict[str, Any]
     oracle: Oracle
     rng: random.Random = field(default_factory=lambda: random.Random(SEED))
@@ -72,8 +72,8 @@ class Loop:
             **orders,
         )
         self.lives += 1
-        ours, theirs = self.nursery.Pipe(duplex=False)
-        child = self.nursery.Process(target=live, args=(order, theirs), daemon=True)
+        ours, theirs = self.process_server.Pipe(duplex=False)
+        child = self.process_server.Process(target=live, args=(order, theirs), daemon=True)
         child.start()
         theirs.close()
         reports = self.listen(child, ours, kill_at)
@@ -155,14 +155,14 @@ def disk_knobs(path: Path, durability: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("durability", ["always", "interval", "never"])
 def test_kill_at_a_random_moment_loses_no_persisted_event(
-    nursery: ForkServerContext, tmp_path: Path, durability: str
+    process_server: ForkServerContext, tmp_path: Path, durability: str
 ) -> None:
     """Persisted events survive, and settled events do not come back.
 
     This holds without syncs too: the operating system keeps written data.
     """
     knobs = disk_knobs(tmp_path / "queue", durability)
-    loop = Loop(nursery, knobs, Oracle(keeps_offsets=True))
+    loop = Loop(process_server, knobs, Oracle(keeps_offsets=True))
     wanted = 45 if IN_CI else 8
     while loop.kills < wanted:
         loop.live(
@@ -229,11 +229,11 @@ def few_fault_points() -> list[Plan]:
 
 @pytest.mark.parametrize("durability", ["always", "interval"])
 def test_kill_at_any_disk_operation_loses_no_persisted_event(
-    nursery: ForkServerContext, tmp_path: Path, durability: str
+    process_server: ForkServerContext, tmp_path: Path, durability: str
 ) -> None:
     """A kill instead of any disk operation, or during it, breaks no promise."""
     knobs = disk_knobs(tmp_path / "queue", durability)
-    loop = Loop(nursery, knobs, Oracle(keeps_offsets=True))
+    loop = Loop(process_server, knobs, Oracle(keeps_offsets=True))
     fired: Counter[str] = Counter()
     for plan in fault_points() if IN_CI else few_fault_points():
         appetite = loop.rng.choice([0.5, 1.0, 2.0])
@@ -247,14 +247,14 @@ def test_kill_at_any_disk_operation_loses_no_persisted_event(
 
 
 def test_kill_while_the_queue_is_created_leaves_it_openable(
-    nursery: ForkServerContext, tmp_path: Path
+    process_server: ForkServerContext, tmp_path: Path
 ) -> None:
     """After a kill at any step of the first opening, the queue opens and works."""
     for op in ("open", "write", "sync", "rename", "sync_directory", "allocate", "truncate"):
         kills = 0
         for nth in range(1, 9 if IN_CI else 3):
             knobs = disk_knobs(tmp_path / f"{op}-{nth}", "always")
-            loop = Loop(nursery, knobs, Oracle(keeps_offsets=True))
+            loop = Loop(process_server, knobs, Oracle(keeps_offsets=True))
             loop.live(plan=kill(op, nth), appetite=0.5, events=80, close=True)
             loop.live(appetite=0.5, events=80, close=True)
             loop.drain()
@@ -275,10 +275,10 @@ def assisted_knobs(path: Path) -> dict[str, Any]:
 
 
 def test_killed_disk_assisted_queue_keeps_written_events(
-    nursery: ForkServerContext, tmp_path: Path
+    process_server: ForkServerContext, tmp_path: Path
 ) -> None:
     """Spilled and synced events survive in order, and no settled event comes back."""
-    loop = Loop(nursery, assisted_knobs(tmp_path / "queue"), Oracle(keeps_offsets=False))
+    loop = Loop(process_server, assisted_knobs(tmp_path / "queue"), Oracle(keeps_offsets=False))
     wanted = 40 if IN_CI else 8
     plans: list[Plan] = [(), kill("write", 5), kill("sync", 3), kill("unlink", 2), tear(6, 40, "")]
     while loop.kills < wanted:
@@ -293,10 +293,10 @@ def test_killed_disk_assisted_queue_keeps_written_events(
 
 
 def test_closed_disk_assisted_queue_keeps_everything(
-    nursery: ForkServerContext, tmp_path: Path
+    process_server: ForkServerContext, tmp_path: Path
 ) -> None:
     """Many closes and opens lose no event, persisted or not."""
-    loop = Loop(nursery, assisted_knobs(tmp_path / "queue"), Oracle(keeps_offsets=True))
+    loop = Loop(process_server, assisted_knobs(tmp_path / "queue"), Oracle(keeps_offsets=True))
     for _ in range(20 if IN_CI else 5):
         killed = loop.live(appetite=loop.rng.choice([0.5, 1.0, 1.5]), events=600, close=True)
         assert not killed

@@ -22,9 +22,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.conftest import IN_CI
 from tests.contract.harness import PATIENCE, Acks, wait_until
 from tests.queue_internals import remote_storage_of
+from tests.recovery.copyable_disk import CopyableDisk
 from tests.recovery.hooked_disk import get_block_values
 from tests.recovery.proxy_harness import impatience, open_proxy
-from tests.recovery.still_disk import StillDisk
 from turnlane.events import block_of
 from turnlane.queues import open_buffered_queue
 from turnlane.queues.api import Batch
@@ -52,7 +52,7 @@ class ProxyMachine(RuleBasedStateMachine):
     @initialize(interval=st.sampled_from(["1h", "5ms"]))
     def start(self, interval: str) -> None:
         self.folder = Path(tempfile.mkdtemp())
-        self.disk = StillDisk()
+        self.disk = CopyableDisk()
         self.interval = interval
         self.node_lives = 0
         self.made = 0

@@ -29,8 +29,8 @@ from hypothesis.stateful import (
 from tests.conftest import IN_CI
 from tests.contract.harness import PATIENCE, Acks, wait_until
 from tests.queue_internals import state_of
+from tests.recovery.copyable_disk import CopyableDisk
 from tests.recovery.hooked_disk import get_block_values
-from tests.recovery.still_disk import StillDisk
 from turnlane.errors import BatchFreed, QueueClosed, QueueEmpty, RetryLater
 from turnlane.events import block_of
 from turnlane.ledger import Outcome
@@ -61,7 +61,7 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize(lazy=st.booleans())
     def start(self, lazy: bool) -> None:
         self.folder = Path(tempfile.mkdtemp())
-        self.disk = StillDisk()
+        self.disk = CopyableDisk()
         self.lazy = lazy and self.durable
         """Whether the queue writes only when it has to."""
         self.lives = 0
@@ -520,7 +520,7 @@ class DirectMachine(RuleBasedStateMachine):
     @rule()
     def acks_come(self) -> None:
         self.acks.wait_for(len(self.expected))
-        ends = [ack.end for ack in self.acks.told]
+        ends = [ack.end for ack in self.acks.received]
         assert ends == sorted(set(ends))
 
     @invariant()

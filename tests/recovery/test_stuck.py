@@ -368,16 +368,16 @@ def test_hanging_callback_keeps_a_bounded_number_of_acks(opener: Opener, level: 
         for producer in producers:
             producer.publish(b"later")
         take(queue, 3)
-    assert [acks.told for acks in others] == [[], []]
+    assert [acks.received for acks in others] == [[], []]
     slow.go.set()
     slow.wait_for(501)
     for acks in others:
         acks.wait_for(500)
     for acks in (slow, *others):
-        assert len(acks.told) <= 3
-        ends = [ack.end for ack in acks.told]
+        assert len(acks.received) <= 3
+        ends = [ack.end for ack in acks.received]
         assert ends == sorted(ends)
-    assert slow.told[-1].end == 1 + 3 * 499 + 1
+    assert slow.received[-1].end == 1 + 3 * 499 + 1
 
 
 # Publishers in line while the queue closes

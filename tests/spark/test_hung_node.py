@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.harness import wait_until
-from tests.node.flight_victim import Victim, victim
+from tests.node.killed_process import KilledProcess, victim
 from tests.spark.nodes import Served, numbers, serving
 from turnlane.client import node_client
 from turnlane.client.node_client import Credentials
@@ -29,7 +29,7 @@ PATIENCE = 10.0
 
 
 @pytest.fixture
-def hung(tmp_path: Path) -> Iterator[Victim]:
+def hung(tmp_path: Path) -> Iterator[KilledProcess]:
     with victim(tmp_path / "hung") as process:
         yield process
         process.freeze(frozen=False)
@@ -42,7 +42,7 @@ def healthy(tmp_path: Path) -> Iterator[Served]:
 
 
 @pytest.fixture
-def both(hung: Victim, healthy: Served, monkeypatch: pytest.MonkeyPatch) -> Nodes:
+def both(hung: KilledProcess, healthy: Served, monkeypatch: pytest.MonkeyPatch) -> Nodes:
     """Both nodes; the first one will hang."""
     monkeypatch.setattr(nodes_module, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(nodes, "PLAN_SECONDS", 0.3)
@@ -106,7 +106,7 @@ def spans(nodes: Nodes) -> dict[int, list[tuple[int, int]]]:
 
 
 def test_lane_plans_and_commits_without_a_hung_node_and_with_it_later(
-    hung: Victim, healthy: Served, both: Nodes
+    hung: KilledProcess, healthy: Served, both: Nodes
 ) -> None:
     assert spans(both) == {0: [(0, 10)], 1: [(0, 10)]}
     hung.freeze(frozen=True)
@@ -135,7 +135,9 @@ def test_empty_batch_is_committed(both: Nodes) -> None:
         make_lane(both).commit({1: ["stage"]}, {}, {})
 
 
-def test_plan_that_arrives_late_settles_nothing(hung: Victim, healthy: Served, both: Nodes) -> None:
+def test_plan_that_arrives_late_settles_nothing(
+    hung: KilledProcess, healthy: Served, both: Nodes
+) -> None:
     """The node hangs while a batch is planned: the batch has none of its events."""
     waiting = spans(both)
     hung.freeze(frozen=True)
@@ -155,7 +157,7 @@ def has_plan(nodes: Nodes) -> bool:
         return False
 
 
-def test_breakers_are_read_from_another_node(hung: Victim, both: Nodes) -> None:
+def test_breakers_are_read_from_another_node(hung: KilledProcess, both: Nodes) -> None:
     hung.freeze(frozen=True)
     for _ in range(20):
         assert BreakerClient(both).get_states(["a"]) == {}
@@ -167,7 +169,7 @@ def test_breakers_are_read_from_another_node(hung: Victim, both: Nodes) -> None:
 
 
 def test_other_nodes_are_settled_while_one_hangs(
-    hung: Victim, healthy: Served, both: Nodes
+    hung: KilledProcess, healthy: Served, both: Nodes
 ) -> None:
     hung.freeze(frozen=True)
     settling = QuerySettler(both, "main")
@@ -184,7 +186,7 @@ def has_settled(settling: QuerySettler, nodes: Nodes) -> bool:
 
 
 def test_reading_from_a_hung_node_ends(
-    hung: Victim, both: Nodes, monkeypatch: pytest.MonkeyPatch
+    hung: KilledProcess, both: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_client, "STEP_SECONDS", 0.1)
     assert sum(block.num_rows for _, block in both.read(0, "main", 0, 10)) == 10
@@ -206,7 +208,7 @@ def test_stream_is_cancelled_if_its_next_step_takes_too_long() -> None:
 
 
 def test_staging_on_a_hung_node_ends(
-    hung: Victim, both: Nodes, monkeypatch: pytest.MonkeyPatch
+    hung: KilledProcess, both: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         node_client, "run_with_timeout", partial(node_client.run_with_timeout, seconds=0.1)

@@ -147,7 +147,7 @@ class Publisher(threading.Thread):
         self.join(PATIENCE)
 
 
-class Victim:
+class KilledProcess:
     """``turnlane run``, started again after each kill at the same address."""
 
     def __init__(self, place: Path, config: str = CONFIG) -> None:
@@ -191,21 +191,21 @@ class Victim:
 
 
 @pytest.fixture
-def victim(tmp_path: Path) -> Iterator[Victim]:
+def victim(tmp_path: Path) -> Iterator[KilledProcess]:
     with has_process(tmp_path) as victim:
         yield victim
 
 
 @contextmanager
-def has_process(place: Path, config: str = CONFIG) -> Iterator[Victim]:
+def has_process(place: Path, config: str = CONFIG) -> Iterator[KilledProcess]:
     if not (shutil.which("java") or "JAVA_HOME" in os.environ):
         skip_or_fail("Spark needs Java 17 or later")
-    with closing(Victim(place, config)) as victim:
+    with closing(KilledProcess(place, config)) as victim:
         yield victim
 
 
 @pytest.fixture
-def publisher(victim: Victim) -> Iterator[Publisher]:
+def publisher(victim: KilledProcess) -> Iterator[Publisher]:
     publisher = Publisher(victim.url)
     publisher.start()
     yield publisher
@@ -213,7 +213,7 @@ def publisher(victim: Victim) -> Iterator[Publisher]:
 
 
 def test_each_event_arrives_once_after_any_kill(
-    victim: Victim, publisher: Publisher, tmp_path: Path
+    victim: KilledProcess, publisher: Publisher, tmp_path: Path
 ) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")  # noqa: T201 - to repeat a run that failed
@@ -234,14 +234,14 @@ def test_each_event_arrives_once_after_any_kill(
     assert victim.stop() == 0, victim.lives[-1].errors
 
 
-def wait_for_progress(victim: Victim) -> None:
+def wait_for_progress(victim: KilledProcess) -> None:
     """Wait until the main lane has committed a batch to the current node."""
     wait_until(lambda: get_held_end(victim) is not None, "a node", PATIENCE)
     before = get_held_end(victim) or 0
     wait_until(lambda: (get_held_end(victim, before) or 0) > before, "the main lane", PATIENCE)
 
 
-def get_held_end(victim: Victim, beyond: int = -1) -> int | None:
+def get_held_end(victim: KilledProcess, beyond: int = -1) -> int | None:
     """Ask the node for its queues, with a pause before; ``None`` while there is no node."""
     program = victim.lives[-1]
     assert program.process.poll() is None, program.errors
@@ -267,7 +267,7 @@ def is_empty(client: Client, queue: str) -> bool:
     return ends.low == ends.end
 
 
-def check(victim: Victim, sent: int) -> None:
+def check(victim: KilledProcess, sent: int) -> None:
     """Check the results after all kills."""
     whole = [number for number in range(sent) if not is_broken(number)]
     ledgers = {name: each["ledger"] for name, each in victim.client.stats().items()}
@@ -386,7 +386,7 @@ def test_only_events_in_flight_at_a_kill_are_sent_again(
     assert all(ledger["adds_up"] and not ledger["pending"] for ledger in ledgers), ledgers
 
 
-def publish(victim: Victim, first: int, count: int) -> set[bytes]:
+def publish(victim: KilledProcess, first: int, count: int) -> set[bytes]:
     """Publish numbered events, all at once, and wait until they are persisted."""
     values = [b"%d" % number for number in range(first, first + count)]
     with victim.client.queue("main") as main:
@@ -394,7 +394,7 @@ def publish(victim: Victim, first: int, count: int) -> set[bytes]:
     return set(values)
 
 
-def wait_for_web(victim: Victim, **wanted: int) -> None:
+def wait_for_web(victim: KilledProcess, **wanted: int) -> None:
     """Wait until the ledger of the lane's queue shows it; the node may be away for a while."""
 
     def is_so() -> bool:

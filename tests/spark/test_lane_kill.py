@@ -103,7 +103,7 @@ def test_each_event_is_delivered_or_dead_after_kills(tmp_path: Path) -> None:
             producer = main.producer(ack="persisted")
             for value in values:
                 producer.publish(value, key="a-0")
-        with is_running("tests.spark.loop_victim", url, server.url, cwd=tmp_path) as driver:
+        with is_running("tests.spark.killed_loop_process", url, server.url, cwd=tmp_path) as driver:
             for victim in (driver, node) * KILLS:
                 before = len(at.taken)
                 wait_until(lambda before=before: len(at.taken) > before, "a send", PATIENCE)  # type: ignore[misc]

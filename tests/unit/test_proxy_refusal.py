@@ -75,7 +75,7 @@ def test_publishers_get_the_refusal_and_nothing_is_acked(step: str) -> None:
             queue.producer(ack="persisted", on_ack=acks).publish(b"y")
     attempts = transport.connects
     queue.close(drain=True, timeout=60)
-    assert (transport.connects, acks.told) == (attempts, [])
+    assert (transport.connects, acks.received) == (attempts, [])
     assert queue.stats().ledger.adds_up
     assert queue.stats().ledger.delivered == 0
     with pytest.raises((QueueClosed, SchemaMismatch)):

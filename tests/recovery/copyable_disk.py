@@ -9,7 +9,7 @@ from pathlib import Path
 from turnlane.storage.disk_io import Buffers, Disk
 
 
-class StillDisk(Disk):
+class CopyableDisk(Disk):
     """A real disk on which everything that changes files waits while they are copied."""
 
     def __init__(self) -> None:

@@ -19,16 +19,16 @@ from turnlane.cli import main
 
 PATIENCE = 60.0
 NEEDED = (
-    "tests.inputs.files_victim",
+    "tests.inputs.killed_files_process",
     "tests.node.lane",
-    "tests.nursery",
-    "tests.recovery.drop_victim",
-    "tests.recovery.victim",
+    "tests.process_server",
+    "tests.recovery.killed_publisher",
+    "tests.recovery.killed_process",
     "turnlane.cli.app",
 )
 
 
-def nursery() -> ForkServerContext:
+def process_server() -> ForkServerContext:
     """Return the context that starts such processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(NEEDED))
@@ -38,17 +38,17 @@ def nursery() -> ForkServerContext:
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``turnlane`` with these arguments; return its output and its exit code."""
     with tempfile.TemporaryDirectory() as place:
-        said = [Path(place, name) for name in ("stdout", "stderr")]
-        process = nursery().Process(target=_command, args=(arguments, said))
+        output_files = [Path(place, name) for name in ("stdout", "stderr")]
+        process = process_server().Process(target=_command, args=(arguments, output_files))
         process.start()
         process.join(PATIENCE)
         assert process.exitcode is not None, f"turnlane {arguments} does not end"
-        texts = [path.read_text() for path in said]
+        texts = [path.read_text() for path in output_files]
         return subprocess.CompletedProcess(["turnlane", *arguments], process.exitcode, *texts)
 
 
-def _command(arguments: tuple[str, ...], said: list[Path]) -> None:
-    for number, path in enumerate(said, start=1):
+def _command(arguments: tuple[str, ...], output_files: list[Path]) -> None:
+    for number, path in enumerate(output_files, start=1):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT)
         os.dup2(opened, number)
         os.close(opened)

@@ -1,4 +1,4 @@
-"""A node in its own process, which tests kill: ``python flight_victim.py DATA PORT``."""
+"""A node in its own process, which tests kill: ``python killed_process.py DATA PORT``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUEUES = {"main": {"sync_interval": "20ms", "shutdown_timeout": "1s"}}
 ROOT = Path(__file__).parents[2]
 
 
-class Victim:
+class KilledProcess:
     """The process, which can be started repeatedly on the same data and port."""
 
     def __init__(self, data: Path) -> None:
@@ -35,7 +35,13 @@ class Victim:
 
     def start(self) -> None:
         """Start the process and wait until it listens."""
-        command = [sys.executable, "-m", "tests.node.flight_victim", str(self.data), str(self.port)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.node.killed_process",
+            str(self.data),
+            str(self.port),
+        ]
         self._process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -66,9 +72,9 @@ class Victim:
 
 
 @contextlib.contextmanager
-def victim(data: Path) -> Iterator[Victim]:
+def victim(data: Path) -> Iterator[KilledProcess]:
     """A victim, killed at the end of the test."""
-    made = Victim(data)
+    made = KilledProcess(data)
     made.start()
     try:
         yield made
