@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.harness import wait_until
-from tests.node.killed_process import KilledProcess, victim
+from tests.node.killed_process import KilledProcess, run_killed_node
 from tests.spark.nodes import Served, numbers, serving
 from turnlane.client import node_client
 from turnlane.client.node_client import Credentials
@@ -30,7 +30,7 @@ PATIENCE = 10.0
 
 @pytest.fixture
 def hung(tmp_path: Path) -> Iterator[KilledProcess]:
-    with victim(tmp_path / "hung") as process:
+    with run_killed_node(tmp_path / "hung") as process:
         yield process
         process.freeze(frozen=False)
 

@@ -303,9 +303,9 @@ def _check_action(path: Path, action: Values, queues: Values) -> Iterator[Settin
         message = f"queues has a queue {name!r} already; the queue of this action has this name too"
         yield SettingIssue((*path, "name"), message)
     if action.get("sql") is None:
-        for knob in ("watermark", "with_queues", "output_mode"):
-            if action.get(knob) is not None:
-                yield SettingIssue((*path, knob), "has no effect without sql", of_key=True)
+        for setting in ("watermark", "with_queues", "output_mode"):
+            if action.get(setting) is not None:
+                yield SettingIssue((*path, setting), "has no effect without sql", of_key=True)
 
 
 def _check_direct_action(path: Path, action: Values) -> Iterator[SettingIssue]:
@@ -315,9 +315,9 @@ def _check_direct_action(path: Path, action: Values) -> Iterator[SettingIssue]:
         "above all actions",
         "lane": "has no effect without a queue, which gives the action a lane of its own",
     }
-    for knob, why in needs_lane.items():
-        if action.get(knob) is not None:
-            yield SettingIssue((*path, knob), why, of_key=True)
+    for setting, why in needs_lane.items():
+        if action.get(setting) is not None:
+            yield SettingIssue((*path, setting), why, of_key=True)
     if _get_type(action.get("output")) == SPARK:
         message = "Spark writes this in a lane of its own: give the action a queue"
         yield SettingIssue((*path, "output", "type"), message)
@@ -371,10 +371,10 @@ def _check_try_direct(path: Path, action: Values, delivery: Values) -> Iterator[
             "or leave this out"
         )
         yield SettingIssue((*path, "mode"), message)
-    for knob in ("sql", "transform"):
-        if action.get(knob) is not None:
+    for setting in ("sql", "transform"):
+        if action.get(setting) is not None:
             message = "runs in the action's lane, not in the main lane: leave out try_direct"
-            yield SettingIssue((*path[:-1], knob), message)
+            yield SettingIssue((*path[:-1], setting), message)
     if delivery.get("ordering") in (Ordering.KEY, Ordering.STRICT):
         message = "lets events overtake events in the queue: leave out mode or ordering"
         yield SettingIssue((*path, "mode"), message)
@@ -452,10 +452,10 @@ def _check_outputs(actions: Actions) -> Iterator[SettingIssue]:
                 _get_mapping(failover.get("output")),
             ),
         ):
-            target, knob, why = _find_exclusive_target(output)
+            target, setting, why = _find_exclusive_target(output)
             owner, name = owners.setdefault(target, (at, action.get("name")))
             if target is not None and owner != at:
-                yield SettingIssue((*path, knob), f"action {name!r} {why}")
+                yield SettingIssue((*path, setting), f"action {name!r} {why}")
             message = _find_output_issue(action, output)
             if message is not None:
                 setting = "producer" if output.get("type") == "queue" else "exactly_once"
@@ -496,7 +496,7 @@ def _find_exclusive_target(output: Values) -> tuple[object, str, str]:
         )
         return path and posixpath.normpath(str(path)), "path", why
     if output.get("type") == "queue" and output.get("producer") is not None:
-        target = tuple(str(output.get(knob)) for knob in ("endpoint", "queue", "producer"))
+        target = tuple(str(output.get(setting)) for setting in ("endpoint", "queue", "producer"))
         why = (
             "sends to that queue under this name too, and the other node would mistake the events "
             "of one for events of the other and drop them: choose another name"

@@ -1,7 +1,7 @@
 """Batches: which events of a block are sent together, in which order, and how bad ones are found.
 
 ``BatchCutter`` cuts a block into batches (``SendBatch``) within the limits of events and bytes.
-``OrderingLanes`` holds back batches whose events must follow others. ``BadRowSearch`` decides how
+``OrderingGroups`` holds back batches whose events must follow others. ``BadRowSearch`` decides how
 many rows of a batch to send next after the destination refused some. Nothing here does I/O or
 waits; only the thread of a run uses it.
 
@@ -35,8 +35,8 @@ Hashes = npt.NDArray[np.uint64]
 
 MAX_INFERRED: Final = 5
 """If at most this many rows were refused together, the last one left is not sent alone."""
-DEFAULT_LANES: Final = 8
-"""Lanes for events ordered by key if the concurrency is adaptive."""
+DEFAULT_ORDERING_GROUPS: Final = 8
+"""Ordering groups for events ordered by key if the concurrency is adaptive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,8 @@ class SendBatch:
     order: tuple[int, int]
     """The number of the block and of the first row: batches of lower order go first."""
     search: BadRowSearch
-    lane: int | None = None
-    """Batches of one ordering lane go one after another; ``None``: there is no order."""
+    ordering_group: int | None = None
+    """Batches of one ordering group go one after another; ``None``: there is no order."""
     keys: Hashes | None = None
     """The hash of each row's key, if events of one key go one after another."""
     payload: Any = None
@@ -196,7 +196,7 @@ class SendBatch:
             numbers,
             (self.order[0], int(numbers[0])),
             BadRowSearch(len(rows)),
-            self.lane,
+            self.ordering_group,
             None if self.keys is None else self.keys[rows],
             unknown_errors=self.unknown_errors,
             retries=self.retries,
@@ -219,8 +219,8 @@ class BatchCutter:
         one_by_one = can_deliver_partly and settings.ordering is Ordering.STRICT
         self._max_events = 1 if one_by_one else max_events
         fixed = settings.concurrency
-        default = min(DEFAULT_LANES, settings.max_concurrency)
-        self._lanes = fixed if isinstance(fixed, int) else default
+        default = min(DEFAULT_ORDERING_GROUPS, settings.max_concurrency)
+        self._ordering_groups = fixed if isinstance(fixed, int) else default
         self._blocks = 0
 
     def cut(
@@ -236,10 +236,10 @@ class BatchCutter:
         if self._settings.ordering is Ordering.KEY:
             groups = self._group_by_key(block)
         else:
-            lane = 0 if self._settings.ordering is Ordering.STRICT else None
-            groups = iter([(block, range(block.num_rows), lane, None)])
+            group = 0 if self._settings.ordering is Ordering.STRICT else None
+            groups = iter([(block, range(block.num_rows), group, None)])
         batches = []
-        for rows, numbers, lane, keys in groups:
+        for rows, numbers, group, keys in groups:
             sizes = estimate_payload_sizes(rows)
             for each in split_by_size(sizes, self._max_events, self._settings.batch_bytes):
                 part = slice(each.start, each.stop)
@@ -249,7 +249,7 @@ class BatchCutter:
                     numbers[part],
                     (self._blocks, int(numbers[each.start])),
                     BadRowSearch(len(each), most=most),
-                    lane,
+                    group,
                     None if keys is None else keys[part],
                 )
                 if attempts:
@@ -260,21 +260,21 @@ class BatchCutter:
     def _group_by_key(
         self, block: Block
     ) -> Iterator[tuple[Block, RowNumbers, int | None, Hashes | None]]:
-        """Group rows so that all rows of a key are in one lane, in their order.
+        """Group rows so that all rows of a key are in one ordering group, in their order.
 
-        Yields the rows of each group, their numbers, their lane and the hashes of their keys.
+        Yields some rows of a group, their numbers, their group and the hashes of their keys.
         """
         keys = _hash_keys(block)
-        lanes = (keys % np.uint64(self._lanes)).astype(np.int64)
+        groups = (keys % np.uint64(self._ordering_groups)).astype(np.int64)
         # Rows of one key get rising turns, so that the n-th rows of all keys are grouped together.
-        turns = count_earlier_equals(keys) if self._can_deliver_partly else np.zeros_like(lanes)
-        order = np.lexsort((turns, lanes))
+        turns = count_earlier_equals(keys) if self._can_deliver_partly else np.zeros_like(groups)
+        order = np.lexsort((turns, groups))
         rows = block.take(order)
-        boundary = (np.diff(lanes[order]) != 0) | (np.diff(turns[order]) != 0)
+        boundary = (np.diff(groups[order]) != 0) | (np.diff(turns[order]) != 0)
         ends = [*(np.flatnonzero(boundary) + 1).tolist(), len(order)] if len(order) else []
         for first, end in pairwise([0, *ends]):
             numbers = order[first:end]
-            yield rows.slice(first, end - first), numbers, int(lanes[numbers[0]]), keys[numbers]
+            yield rows.slice(first, end - first), numbers, int(groups[numbers[0]]), keys[numbers]
 
 
 def estimate_payload_sizes(block: Block) -> Sizes:
@@ -302,7 +302,7 @@ def split_by_size(sizes: Sizes, max_events: int, max_bytes: int) -> list[range]:
 
 
 def _hash_keys(block: Block) -> Hashes:
-    """Return the hash of each event's key. Events without a key are spread over all lanes."""
+    """Return the hash of each event's key. Events without a key are spread over all groups."""
     at = block.schema.get_field_index("key")
     if at < 0:
         return np.arange(block.num_rows, dtype=np.uint64)
@@ -338,10 +338,10 @@ def _restore_attempts(batch: SendBatch, attempts: Mapping[str, int]) -> None:
             batch.unknown_errors = max(batch.unknown_errors, attempts[event_ref])
 
 
-class OrderingLanes:
-    """The ordering lanes of a run. One batch of a lane is on its way, the others wait here.
+class OrderingGroups:
+    """The ordering groups of a run. One batch of a group is on its way, the others wait here.
 
-    Batches without a lane are never held back.
+    Batches without a group are never held back.
     """
 
     def __init__(self) -> None:
@@ -352,32 +352,32 @@ class OrderingLanes:
         return sum(map(len, self._waiting.values()))
 
     def enter(self, batch: SendBatch) -> SendBatch | None:
-        """Return a batch that may go now; the given one may have to wait at the end of its lane."""
-        if batch.lane is None:
+        """Return a batch that may go now; the given one may wait at the end of its group."""
+        if batch.ordering_group is None:
             return batch
-        if batch.lane in self._waiting:
-            self._waiting[batch.lane].append(batch)
+        if batch.ordering_group in self._waiting:
+            self._waiting[batch.ordering_group].append(batch)
             return None
-        self._waiting[batch.lane] = deque()
+        self._waiting[batch.ordering_group] = deque()
         return self._remove_blocked(batch) or self.leave(batch)
 
     def put_back(self, batch: SendBatch) -> SendBatch | None:
-        """Return the batch if it has no lane; otherwise it waits at the head of its lane."""
-        if batch.lane is None:
+        """Return the batch if it has no group; otherwise it waits at the head of its group."""
+        if batch.ordering_group is None:
             return batch
-        self._waiting[batch.lane].appendleft(batch)
+        self._waiting[batch.ordering_group].appendleft(batch)
         return None
 
     def leave(self, batch: SendBatch) -> SendBatch | None:
-        """Return the next batch of a lane: the given one is settled."""
-        if batch.lane is None:
+        """Return the next batch of a group: the given one is settled."""
+        if batch.ordering_group is None:
             return None
-        waiting = self._waiting[batch.lane]
+        waiting = self._waiting[batch.ordering_group]
         while waiting:
             following = self._remove_blocked(waiting.popleft())
             if following is not None:
                 return following
-        del self._waiting[batch.lane]
+        del self._waiting[batch.ordering_group]
         return None
 
     def block_keys(self, batch: SendBatch) -> None:

@@ -19,7 +19,7 @@ capacity, a request to stop. The mailbox is the only thing that other threads to
 no lock. Nothing happens between two results while the caller does not ask for the next one, except
 that workers finish their jobs.
 
-A batch is in one place at a time: held back in an ordering lane, ``_waiting`` to be prepared,
+A batch is in one place at a time: held back in an ordering group, ``_waiting`` to be prepared,
 ``_preparing``, ``_ready`` to be sent, ``_in_flight``, or ``_delayed`` until it is tried again. It
 leaves when all its rows are settled.
 """
@@ -36,7 +36,7 @@ from functools import partial
 from typing import Final
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
-from turnlane.delivery.batching import BatchCutter, OrderingLanes, SendBatch, get_event_ref
+from turnlane.delivery.batching import BatchCutter, OrderingGroups, SendBatch, get_event_ref
 from turnlane.delivery.destination import DestinationClient, DestinationState, make_backoff
 from turnlane.delivery.error_policy import (
     AttemptDecision,
@@ -196,7 +196,7 @@ class DeliveryRun:
         )
         self._client = DestinationClient(destination, clock, has_rate_limit=burst is not None)
         self._concurrency = make_concurrency_limit(settings, self._client.permit.concurrency)
-        self._lanes = OrderingLanes()
+        self._ordering_groups = OrderingGroups()
         self._blocks: deque[BlockProgress] = deque()
         self._waiting: list[SendBatch] = []
         self._ready: list[SendBatch] = []
@@ -251,12 +251,13 @@ class DeliveryRun:
                 progress.settle(range(block.num_rows), RowState.DEFERRED)
                 continue
             for batch in self._cutter.cut(progress, self._client.permit.attempts, self._most):
-                self._enqueue(self._lanes.enter(batch))
+                self._enqueue(self._ordering_groups.enter(batch))
 
     def _needs_blocks(self) -> bool:
         if self._give_up_at is not None:
             return not self._blocks
-        busy = len(self._waiting) + len(self._ready) + len(self._preparing) + len(self._lanes)
+        batches = (self._waiting, self._ready, self._preparing, self._ordering_groups)
+        busy = sum(map(len, batches))
         enough = 2 * self._concurrency.limit + PREPARED_AHEAD
         return busy < enough and len(self._blocks) < MAX_OPEN_BLOCKS
 
@@ -383,12 +384,12 @@ class DeliveryRun:
         if decision.later is None:
             if decision.now is None:
                 self._forget_attempts(batch)
-                self._enqueue(self._lanes.leave(batch))
+                self._enqueue(self._ordering_groups.leave(batch))
             else:
                 self._enqueue(decision.now)
             return
         if decision.now is not None:
-            self._enqueue(self._lanes.put_back(decision.now))
+            self._enqueue(self._ordering_groups.put_back(decision.now))
         self._retry_or_defer(decision.later, decision.error)
 
     def _enqueue(self, batch: SendBatch | None) -> None:
@@ -412,17 +413,17 @@ class DeliveryRun:
     def _defer(self, batch: SendBatch) -> None:
         """Leave a batch to a later task, and with it all events that must not go before it."""
         self._remember_attempts(batch)
-        self._lanes.block_keys(batch)
+        self._ordering_groups.block_keys(batch)
         batch.defer()
         if self._settings.ordering is Ordering.STRICT and self._give_up_at is None:
             self.stop()
-        self._enqueue(self._lanes.leave(batch))
+        self._enqueue(self._ordering_groups.leave(batch))
 
     def _defer_all(self, now: float) -> None:
         """Defer all batches that are not in progress, and at the end of the grace those too."""
         assert self._give_up_at is not None
         delayed = [batch for _, batch in self._delayed]
-        deferred = [*self._waiting, *self._ready, *delayed, *self._lanes.remove_all()]
+        deferred = [*self._waiting, *self._ready, *delayed, *self._ordering_groups.remove_all()]
         self._waiting, self._ready, self._delayed = [], [], []
         if now >= self._give_up_at:
             deferred += [*self._preparing, *(attempt.batch for attempt in self._in_flight)]
