@@ -72,8 +72,8 @@ class KilledProcess:
 
 
 @contextlib.contextmanager
-def victim(data: Path) -> Iterator[KilledProcess]:
-    """A victim, killed at the end of the test."""
+def run_killed_node(data: Path) -> Iterator[KilledProcess]:
+    """A node process, killed at the end of the test."""
     made = KilledProcess(data)
     made.start()
     try:

@@ -256,8 +256,8 @@ class DeliveryRun:
     def _needs_blocks(self) -> bool:
         if self._give_up_at is not None:
             return not self._blocks
-        batches = (self._waiting, self._ready, self._preparing, self._ordering_groups)
-        busy = sum(map(len, batches))
+        busy = len(self._waiting) + len(self._ready) + len(self._preparing)
+        busy += len(self._ordering_groups)
         enough = 2 * self._concurrency.limit + PREPARED_AHEAD
         return busy < enough and len(self._blocks) < MAX_OPEN_BLOCKS
 
