@@ -58,6 +58,49 @@ def test_settled_events_are_not_read(served: ServedNode) -> None:
     assert found == [(4, 6)]
 
 
+@pytest.mark.parametrize("columns", [None, ["value"]])
+@pytest.mark.parametrize("queue", ["disk", "memory"])
+def test_settled_events_behind_a_pending_one_are_not_read(
+    served: ServedNode, queue: str, columns: list[str] | None
+) -> None:
+    _publish(served, block_of(_read_numbers(0, 10)), queue)
+    _publish(served, block_of(_read_numbers(10, 20)), queue)
+    for first, end in ((1, 3), (5, 6), (8, 12), (19, 20)):
+        served.act("settle", queue=queue, first=first, end=end)
+    blocks = list(served.client().node.read(queue, 0, 20, columns))
+    assert [(first, block.num_rows) for first, block in blocks] == [(0, 1), (3, 2), (6, 2), (12, 7)]
+    values = [value for _, block in blocks for value in block.column("value").to_pylist()]
+    assert values == [b"%d" % number for number in (0, 3, 4, 6, 7, *range(12, 19))]
+    assert list(served.client().node.read(queue, 8, 12, columns)) == []
+
+
+def test_settled_events_behind_a_pending_one_are_read_on_request(served: ServedNode) -> None:
+    _publish(served, block_of(_read_numbers(0, 10)))
+    served.act("settle", queue="disk", first=3, end=8)
+    found = served.client().node.read("disk", 0, 10, settled=True)
+    assert [(first, block.num_rows) for first, block in found] == [(0, 10)]
+
+
+def test_many_settled_events_between_pending_ones_are_skipped(
+    served: ServedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the pending events are read, however far they are apart."""
+    _publish(served, block_of(_read_numbers(0, 200_000)))
+    served.act("settle", queue="disk", first=1, end=199_999)
+    queue = served.node.queue("disk")
+    asked: list[int] = []
+    read = queue.read
+
+    def count(first: int, most: int) -> tuple[int, Block] | None:
+        asked.append(most)
+        return read(first, most)
+
+    monkeypatch.setattr(queue, "read", count)
+    found = [(first, block.num_rows) for first, block in served.client().read("disk")]
+    assert found == [(0, 1), (199_999, 1)]
+    assert asked == [1, 1]
+
+
 def test_requested_columns_are_sent_in_few_blocks(served: ServedNode) -> None:
     for number in range(5):
         extra = pa.array([f"c{number}"])

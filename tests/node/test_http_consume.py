@@ -152,6 +152,19 @@ def test_peek_reads_across_stored_blocks(fresh: HttpNode) -> None:
     fresh.http.post(f"/leases/{lease}/release")
 
 
+def test_peek_leaves_out_settled_events_behind_a_pending_one(fresh: HttpNode) -> None:
+    first = fresh.orders.end
+    for start in (0, 5):
+        fresh.post([{"value": str(number)} for number in range(start, start + 5)])
+    for start, end in ((1, 3), (4, 7)):
+        fresh.orders.settle(first + start, first + end)
+    for most, pending in ((2, [0, 3]), (100, [0, 3, 7, 8, 9])):
+        look = {"first": first, "max": most}
+        peek = fresh.http.get("/queues/orders/peek", params=look).json()
+        assert [event["offset"] - first for event in peek["events"]] == pending
+        assert get_values(peek) == [str(number) for number in pending]
+
+
 def test_range_is_settled_by_offset(fresh: HttpNode) -> None:
     first = fresh.orders.end
     fresh.post([{"value": "x"}] * 4)

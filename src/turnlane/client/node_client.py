@@ -351,26 +351,37 @@ class RemoteNode(Closeable):
         first: int = 0,
         end: int | None = None,
         columns: Collection[str] | None = None,
+        *,
+        settled: bool = False,
     ) -> Iterator[tuple[int, Block]]:
         """Yield the events ``first`` to ``end - 1`` as blocks with their first offsets.
 
-        The events stay in the queue. Settled events may be missing. ``end`` is by default the
-        present end of the queue. With ``columns``, blocks have only these, as far as they exist.
+        The events stay in the queue. Settled events are left out; with ``settled``, those that the
+        node still has come too. ``end`` is by default the present end of the queue. With
+        ``columns``, blocks have only these, as far as they exist.
         """
         if end is None:
             end = self.wait(queue, -1, 0.0).end
         while first < end:
             at = first
-            for offset, block in self._read_once(queue, first, end, columns):
+            for offset, block in self._read_once(queue, first, end, columns, settled=settled):
                 yield offset, block
                 first = offset + block.num_rows
             if first == at:
                 return  # the rest is settled
 
     def _read_once(
-        self, queue: str, first: int, end: int, columns: Collection[str] | None
+        self,
+        queue: str,
+        first: int,
+        end: int,
+        columns: Collection[str] | None,
+        *,
+        settled: bool,
     ) -> Iterator[tuple[int, Block]]:
         command: dict[str, Any] = {"read": queue, "first": first, "end": end}
+        if settled:
+            command["settled"] = True
         if columns is not None:
             command["columns"] = sorted(columns)
         with raise_node_errors(self.place):

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from turnlane.errors import RetryLater, SchemaMismatch
 from turnlane.events import BASE_SCHEMA, Block, conform_block
-from turnlane.intervals import MAX_GAP, RangeSet, Span, convert_to_spans
+from turnlane.intervals import MAX_GAP, RangeSet, Span, convert_to_spans, merge_near_spans
 from turnlane.node.staging import EVENT_REF_SCHEMA, Stage, finish_all
 from turnlane.queues.api import AckLevel, Durability
 from turnlane.queues.buffered import BufferedQueue
@@ -33,7 +33,10 @@ READ_EVENTS: Final = 65_536
 
 
 def read_range(queue: BufferedQueue, first: int, end: int) -> Iterator[tuple[int, Block]]:
-    """Yield the events of a queue between two offsets: the first offset of a block, the block."""
+    """Yield the events of a queue between two offsets: the first offset of a block, the block.
+
+    Some of them may be settled.
+    """
     while first < end:
         found = queue.read(first, min(READ_EVENTS, end - first))
         if found is None or found[0] >= end:
@@ -41,6 +44,21 @@ def read_range(queue: BufferedQueue, first: int, end: int) -> Iterator[tuple[int
         first, block = found
         yield first, conform_block(block.slice(0, end - first))
         first += block.num_rows
+
+
+def read_unsettled(
+    queue: BufferedQueue, first: int, end: int, most: int = READ_EVENTS
+) -> Iterator[tuple[int, Block]]:
+    """Yield the events between two offsets that are not settled, ``most`` of them at a time."""
+    while left := queue.find_unsettled(most, first=first).spans:
+        for hull in merge_near_spans(left):
+            for start, block in read_range(queue, hull[0], min(hull[1], end)):
+                # Once more: they may have been settled since, and those between them are.
+                for span in queue.filter_unsettled([(start, start + block.num_rows)]):
+                    yield span[0], block.slice(span[0] - start, span[1] - span[0])
+        first = left[-1][1]
+        if first >= end:
+            return
 
 
 OffsetArray = npt.NDArray[np.int64]

@@ -198,8 +198,12 @@ class Nodes:
     def read(
         self, node: int, queue: str, first: int, end: int, columns: Collection[str] | None = None
     ) -> Iterator[tuple[int, Block]]:
-        """Yield the blocks of a range with their first offsets; by default with all columns."""
-        return self._nodes[node].read(queue, first, end, columns)
+        """Yield the blocks of a range with their first offsets; by default with all columns.
+
+        Settled events may be among them: a query that does not skip them needs all offsets, and
+        the blocks of a lane stay large.
+        """
+        return self._nodes[node].read(queue, first, end, columns, settled=True)
 
     def find_unsettled(self, node: int, queue: str, first: int, end: int) -> list[Span]:
         """Return the spans of a range that are not settled: one call, unless they are many."""
@@ -274,7 +278,7 @@ def _get_nodes(endpoint: str, credentials: Credentials) -> Nodes:
 
 def _find_timestamp(remote: RemoteNode, queue: str, first: int, end: int) -> tuple[int, int] | None:
     """Return the offset and the timestamp of the first event of a range that can be read."""
-    for offset, block in remote.read(queue, first, end, {"timestamp"}):
+    for offset, block in remote.read(queue, first, end, {"timestamp"}, settled=True):
         timestamps = block.column("timestamp").cast(pa.int64())
         return offset, int(np.asarray(timestamps)[0])
     return None

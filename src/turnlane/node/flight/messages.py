@@ -117,6 +117,8 @@ class ReadCommand(Command):
     end: Offset | None = None
     columns: list[Text] | None = None
     """Only these columns, as far as the queue has them. ``PRIORITY`` is computed from values."""
+    settled: bool = False
+    """Also settled events, as far as the queue still has them."""
 
 
 class ConsumeCommand(Command):

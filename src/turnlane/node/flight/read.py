@@ -23,7 +23,7 @@ from turnlane.errors import LeadLost, NoSuchLease, QueueClosed, QueueEmpty, Tran
 from turnlane.events import BASE_SCHEMA, Block, conform_block, join_consecutive
 from turnlane.formats.syslog import parse_priorities
 from turnlane.logs import get_logger
-from turnlane.node.event_refs import READ_EVENTS, read_range
+from turnlane.node.event_refs import READ_EVENTS, read_range, read_unsettled
 from turnlane.node.flight.messages import (
     Chunks,
     ConsumeCommand,
@@ -87,7 +87,8 @@ def read_stream(
     """Return the stream of a range, with one schema. The call ends with the stream."""
     end = queue.end if command.end is None else command.end
     schema = get_queue_schema(queue)
-    blocks = read_range(queue, command.first, end)
+    read = read_range if command.settled else read_unsettled
+    blocks = read(queue, command.first, end)
     if command.columns is None:
         return _build_stream(schema, _read_all_columns(blocks, schema), call)
     chosen = _select_columns(schema, command.columns)

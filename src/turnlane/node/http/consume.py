@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 
 from turnlane.errors import QueueEmpty
 from turnlane.ledger import Outcome
+from turnlane.node.event_refs import read_unsettled
 from turnlane.node.http.events import STRICT, EventJson, encode_events
 from turnlane.node.http.request import (
     LARGEST,
@@ -265,13 +266,10 @@ class ConsumeRoutes:
 def _peek(queue: BufferedQueue, first: int, most: int) -> bytes:
     events: list[EventJson] = []
     size = 0
-    while len(events) < most and size < PEEK_BYTES:  # one read ends where a stored block ends
-        found = queue.read(first, most - len(events))
-        if found is None:
-            break
-        start, block = found
-        events += encode_events(block, start)
+    for start, block in read_unsettled(queue, first, queue.end, most):
+        events += encode_events(block.slice(0, most - len(events)), start)
         size += block.nbytes
-        first = start + len(block)
+        if len(events) >= most or size >= PEEK_BYTES:
+            break
     answer: PeekedJson = {"low": queue.low, "end": queue.end, "events": events}
     return encode_json(answer)
