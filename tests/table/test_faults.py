@@ -41,6 +41,7 @@ from turnlane.table import dispatcher, fetcher
 from turnlane.table.manager import Manager
 from turnlane.table.queue_sql import RetryDecision, load_queue_dialect
 from turnlane.table.receiver import Receiver
+from turnlane.table.shard_store import ShardStore
 from turnlane.table.store import TableStore
 
 ACKING_PROCESS = Path(__file__).with_name("acking_process.py")
@@ -802,6 +803,78 @@ class SleepingClock(BootClock):
 
     def monotonic(self) -> float:
         return super().monotonic() + self.slept
+
+
+DAY = 86_400 * 10**9
+
+
+def test_lease_of_a_clock_that_jumped_a_day_is_taken_over(
+    db: DatabaseFixture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The database's clock is a day ahead, the leader is killed, the clock is put right."""
+    queue = db.queue(lease="60s")
+    clock = SleepingClock()
+    with monkeypatch.context() as jumped:
+        jumped.setattr(db.dialect, "now", f"({db.dialect.now} + {DAY})")
+        killed = Manager(TableStore(db.dialect, queue.definition), clock=clock)
+        step_until(killed, lambda: killed.can_fire)
+    term = queue.status().term
+    assert queue.status().lease > 86_000
+    db.fill(queue, 1)
+    with Manager(TableStore(db.dialect, queue.definition), clock=clock) as manager:
+        manager.run_once()
+        clock.slept += 25
+        manager.run_once()
+        assert not manager.can_fire, "the leader could still live"
+        clock.slept += 60
+        step_until(manager, lambda: manager.can_fire)
+        assert "table.lease_not_believed" in caplog.text
+        assert queue.status().term == term + 1
+        assert queue.status().lease <= 60
+        with pytest.raises(LeadLost):
+            killed.store.store_acks(term, [1])
+    assert queue.counts()["to_be_fired"] == 1
+    killed.store.close()
+
+
+def test_leader_that_lives_keeps_its_lease_when_the_clock_is_set_back(
+    db: DatabaseFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = db.queue(lease="60s")
+    clock = SleepingClock()
+    with (
+        Manager(TableStore(db.dialect, queue.definition), clock=clock) as leader,
+        Manager(TableStore(db.dialect, queue.definition), clock=clock) as other,
+    ):
+        step_until(leader, lambda: leader.can_fire)
+        for _ in range(9):  # three leases long
+            db.execute(
+                f"UPDATE turnlane_lease SET expires_at = expires_at + {DAY} "
+                f"WHERE queue = '{queue.name}'"
+            )
+            other.run_once()
+            clock.slept += 25
+            leader.run_once()
+        assert leader.can_fire
+        assert not other.can_fire
+    assert "lease_not_believed" not in caplog.text
+
+
+def test_closed_lease_is_never_taken_over(db: DatabaseFixture) -> None:
+    """A reshard closes the lease without an end: no manager may fire until it opens it."""
+    queue = db.queue(lease="60s")
+    clock = SleepingClock()
+    with (
+        contextlib.closing(ShardStore(db.dialect, queue.definition)) as shard,
+        Manager(TableStore(db.dialect, queue.definition), clock=clock) as manager,
+    ):
+        shard.close_lease()
+        for _ in range(4):
+            manager.run_once()
+            clock.slept += 60
+        assert not manager.can_fire
+        shard.open_lease()
+        step_until(manager, lambda: manager.can_fire)
 
 
 def test_late_ack_settles_the_event_in_every_state(db: DatabaseFixture) -> None:

@@ -9,6 +9,10 @@ Between two calls of the database, the holder uses its own monotonic clock. It c
 the moment *before* it sent the request, so it stops firing before the lease ends. The clock has to
 run on while the machine sleeps (:class:`turnlane.clock.BootClock`).
 
+The database's clock may be set back, and then a lease ends later than any holder asked for. Such a
+lease is doubted: a holder that lives renews it, and the lease ends as usual again. If the row stays
+as it is for as long as its holder may fire, the holder is gone, and the lease is taken over.
+
 A database can become read-only while reads succeed. While events are in flight or about to fire,
 the holder therefore asks for a recent successful write, and renews the lease if there is none.
 """
@@ -20,7 +24,12 @@ import socket
 import uuid
 
 from turnlane.clock import Clock
+from turnlane.databases import Row
+from turnlane.logs import get_logger
+from turnlane.table.shard_store import CLOSED_OWNER
 from turnlane.table.store import TableStore
+
+log = get_logger(__name__)
 
 RENEWALS_PER_LEASE = 3
 
@@ -45,6 +54,9 @@ class LeaderLease:
         """The database's clock at ``_database_time_at``."""
         self._database_time_at = 0.0
         self._is_suspended = False
+        self._doubted: Row = ()
+        """Another holder's lease (owner, token, end) that ends too late to be believed."""
+        self._doubted_since = 0.0
         self._writes = 0
         self._written_at = float("-inf")
         """When the database is known to have taken a write."""
@@ -64,7 +76,7 @@ class LeaderLease:
     def acquire(self) -> bool:
         """Try to acquire the lease; whether that succeeded."""
         asked_at = self._asked_at = self._clock.monotonic()
-        grant = self._store.acquire_lease(self._owner, self._seconds)
+        grant = self._store.acquire_lease(self._owner, self._seconds, self._is_believed)
         if grant is None:
             return False
         self.token, self.was_released = grant.token, grant.was_released
@@ -106,6 +118,27 @@ class LeaderLease:
         """Return the database's clock; never ahead of it, so that no event fires early."""
         elapsed = self._clock.monotonic() - self._database_time_at
         return self._database_time + round(elapsed * 1e9)
+
+    def _is_believed(self, lease: Row) -> bool:
+        """Whether to wait for the end of another holder's lease, or of a proof that it is gone."""
+        owner, _, expires_at, database_now = lease
+        left = (expires_at - database_now) / 1e9
+        if left <= self._seconds or owner == CLOSED_OWNER:
+            return True
+        now = self._clock.monotonic()
+        if lease[:3] != self._doubted:
+            self._doubted, self._doubted_since = lease[:3], now
+        if now - self._doubted_since < self._seconds:
+            return True
+        log.warning(
+            "table.lease_not_believed",
+            queue=self._store.definition.name,
+            owner=owner,
+            ends_in=round(left, 3),
+            lease=self._seconds,
+            hint="the database's clock was set back, and the owner renews nothing: taking over",
+        )
+        return False
 
     def _has_write_proof(self, now: float) -> bool:
         writes = self._store.session.writes

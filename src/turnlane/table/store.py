@@ -127,15 +127,21 @@ class TableStore(Closeable):
 
     # ── the lease ────────────────────────────────────────────────────────────────────────────────
 
-    def acquire_lease(self, owner: str, seconds: float) -> LeaseGrant | None:
-        """Take the lease if it is free or its time is over. Raises ``NoSuchQueue``."""
+    def acquire_lease(
+        self, owner: str, seconds: float, is_believed: Callable[[Row], bool] = lambda _: True
+    ) -> LeaseGrant | None:
+        """Take the lease if it is free or its time is over. Raises ``NoSuchQueue``.
+
+        ``is_believed`` is asked about the lease of another owner (owner, token, end, database's
+        clock) whose time is not over; it may be asked twice.
+        """
 
         def work(execute: Execute) -> LeaseGrant | None:
             found = execute(self.sql.read_lease, (self._name,)).rows()
             if not found:
                 raise self.make_missing_error()
             holder, token, expires_at, now = found[0]
-            if holder is not None and expires_at > now:
+            if holder is not None and expires_at > now and is_believed(found[0]):
                 return None
             execute(self.sql.take_lease, (owner, now + round(seconds * 1e9), self._name))
             return LeaseGrant(token + 1, now, holder is None)
