@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pymysql
+from psycopg.conninfo import conninfo_to_dict
 
 from tests.frozen import freeze_process
 
@@ -32,6 +34,7 @@ class PostgresServer:
 
             self._server = postgres_server.get_server(directory / "data", cleanup_mode="stop")
         self.url = self._server.get_uri()
+        self.system_user: str | None = self._server.system_user
 
     def restart(self) -> None:
         """Stop without a shutdown, like a crash, and start again."""
@@ -50,6 +53,49 @@ class PostgresServer:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._server.cleanup()
+
+
+class PgbouncerServer:
+    """PgBouncer from Debian, in transaction mode, before the server of a test."""
+
+    def __init__(self, directory: Path, postgres: PostgresServer, *, pool_size: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"postgresql://postgres@127.0.0.1:{port}/postgres"
+        settings = directory / "pgbouncer.ini"
+        self._log = directory / "log"
+        settings.write_text(
+            "[databases]\n"
+            f"postgres = host={conninfo_to_dict(postgres.url)['host']} user=postgres\n"
+            "[pgbouncer]\n"
+            f"listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n"
+            f"auth_type = any\npool_mode = transaction\ndefault_pool_size = {pool_size}\n"
+        )
+        daemon = _find_daemon("pgbouncer")
+        assert daemon is not None
+        user = postgres.system_user  # who may open the server's socket
+        with self._log.open("wb") as log:
+            command = [daemon, *(("-u", user) if user else ()), str(settings)]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        until = time.monotonic() + TIMEOUT
+        while True:
+            try:
+                psycopg.connect(self.url).close()
+            except psycopg.OperationalError:
+                assert self._process.poll() is None, self._log.read_text()
+                assert time.monotonic() < until, self._log.read_text()
+                time.sleep(0.02)  # no signal says that the port is open
+            else:
+                return
+
+    @staticmethod
+    def available() -> bool:
+        return _find_daemon("pgbouncer") is not None
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 class MariadbServer:
@@ -79,10 +125,12 @@ class MariadbServer:
 
     @staticmethod
     def available() -> bool:
-        return _daemon() is not None and shutil.which("mariadb-install-db") is not None
+        return (
+            _find_daemon("mariadbd") is not None and shutil.which("mariadb-install-db") is not None
+        )
 
     def start(self) -> None:
-        daemon = _daemon()
+        daemon = _find_daemon("mariadbd")
         assert daemon is not None
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -141,8 +189,8 @@ class MariadbServer:
         return ["--user=root"] if os.geteuid() == 0 else []
 
 
-def _daemon() -> str | None:
-    return shutil.which("mariadbd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+def _find_daemon(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 
 def has_pgserver() -> bool:

@@ -1,4 +1,10 @@
-"""PostgreSQL, by psycopg 3. Needs no extension."""
+"""PostgreSQL, by psycopg 3. Needs no extension.
+
+**Poolers.** PgBouncer and others may give every transaction another connection to the server. What
+belongs to one connection is then lost, or meets another client: statements that the driver
+prepared, settings, LISTEN. The server's process number tells: a pooler answers with one of its own
+when a client connects. Through a pooler, turnlane uses nothing of the kind.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,10 @@ from turnlane.databases.dialect import (
     TlsFiles,
 )
 from turnlane.errors import ConfigError
+from turnlane.logs import get_logger
 from turnlane.runtime import Closeable
+
+log = get_logger(__name__)
 
 DEFAULTS: Final = {
     "application_name": "turnlane",
@@ -80,16 +89,38 @@ class Postgres(Dialect):
             # The driver's message may repeat the password.
             raise ConfigError("url", "is not a URL that PostgreSQL's driver can read") from None
         self._arguments: dict[str, Any] = {**DEFAULTS, **given, **_arguments_of(options)}
+        self._has_met_pooler = False
 
     def connect(self) -> psycopg.Connection:
-        return psycopg.connect(**self._arguments, autocommit=True)
+        with contextlib.ExitStack() as on_error:
+            connection = psycopg.connect(**self._arguments, autocommit=True)
+            on_error.callback(connection.close)
+            found = connection.execute("SELECT pg_backend_pid()").fetchone()
+            if found != (connection.info.backend_pid,):
+                connection.prepare_threshold = None
+                self._report_pooler()
+            on_error.pop_all()
+        return connection
+
+    def _report_pooler(self) -> None:
+        if not self._has_met_pooler:
+            self._has_met_pooler = True
+            log.warning(
+                "database.pooler_found",
+                hint="going on without prepared statements, settings of the planner and LISTEN; "
+                "connect to PostgreSQL itself for the shortest delays",
+            )
 
     def connect_for_index_scans(self) -> psycopg.Connection:
         connection = self.connect()
+        if _is_pooled(connection):
+            return connection
         # Statistics about a queue are soon wrong; with them, the planner would read and sort all
-        # of it to return a page.
-        connection.execute("SET enable_seqscan = off")
-        connection.execute("SET enable_bitmapscan = off")
+        # of it to return a page. A vacuum leaves the workers to sessions that need them.
+        connection.execute(
+            "SET enable_seqscan = off; SET enable_bitmapscan = off; "
+            "SET max_parallel_maintenance_workers = 0"
+        )
         return connection
 
     @contextlib.contextmanager
@@ -113,6 +144,10 @@ class Postgres(Dialect):
 
     def watch(self, channel: str, subject: str, on_change: Callable[[], None]) -> Closeable:
         def listen(connection: Connection, closed: threading.Event) -> None:
+            if _is_pooled(connection):
+                connection.close()  # the manager polls
+                closed.wait()
+                return
             connection.execute(f"LISTEN {channel}")
             on_change()
             while not closed.is_set():
@@ -171,6 +206,10 @@ class Postgres(Dialect):
             cursor.execute(statement, parameters)
             while rows := cursor.fetchmany(size):
                 yield rows
+
+
+def _is_pooled(connection: psycopg.Connection) -> bool:
+    return connection.prepare_threshold is None
 
 
 def _arguments_of(options: ConnectOptions) -> dict[str, Any]:

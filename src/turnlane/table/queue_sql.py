@@ -290,12 +290,9 @@ class PostgresQueueSql(QueueSql):
         return statement, tuple(map(list, zip(*decisions, strict=True)))
 
     def vacuum(self, definition: Definition) -> Sequence[str]:
-        # It must not block others: sessions that lock the table or read its last pages, or that
-        # need the workers. A user without the right to vacuum gets a warning, no error.
-        return (
-            "SET max_parallel_maintenance_workers = 0",
-            f"VACUUM (SKIP_LOCKED, TRUNCATE false) {self.dialect.quote_name(definition.name)}",
-        )
+        # It must not block others: sessions that lock the table or read its last pages. A user
+        # without the right to vacuum gets a warning, no error.
+        return (f"VACUUM (SKIP_LOCKED, TRUNCATE false) {self.dialect.quote_name(definition.name)}",)
 
 
 class MysqlQueueSql(QueueSql):
