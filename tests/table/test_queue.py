@@ -37,6 +37,45 @@ def test_queues_are_created_shown_and_dropped(db: DatabaseFixture) -> None:
     db.database.sql(f"DROP QUEUE IF EXISTS {queue.name}")
 
 
+@pytest.mark.parametrize("db", ["mariadb"], indirect=True)
+def test_table_that_a_failed_create_left_is_dropped(db: DatabaseFixture) -> None:
+    """MySQL keeps the table that was created before the failure; others roll it back."""
+    queue = db.queue()
+    db.database.sql(f"DROP QUEUE {queue.name}")
+    db.execute(
+        "CREATE TRIGGER refuse BEFORE INSERT ON turnlane_queue FOR EACH ROW "
+        "SIGNAL SQLSTATE '45000' SET MESSAGE_TEXT = 'no more queues'"
+    )
+    try:
+        with pytest.raises(db.dialect.error, match="no more queues"):
+            db.database.catalog.create(queue.definition)
+    finally:
+        db.execute("DROP TRIGGER refuse")
+    db.database.sql(f"DROP QUEUE {queue.name}")
+    with pytest.raises(NoSuchQueue):
+        db.database.sql(f"DROP QUEUE {queue.name}")
+    db.database.catalog.create(queue.definition)
+
+
+def test_tables_that_are_no_queue_are_not_dropped(db: DatabaseFixture) -> None:
+    """DROP QUEUE takes neither a table of the user, nor a copy of a queue that has events."""
+    queue = db.queue()
+    db.fill(queue, 1)
+    own, copy = f"own_{queue.name}", f"copy_{queue.name}"
+    db.execute(f"CREATE TABLE {own} (event_id INT)")
+    db.execute(f"CREATE TABLE {copy} AS SELECT * FROM {queue.name}")
+    try:
+        for name in (own, copy):
+            with pytest.raises(NoSuchQueue):
+                db.database.sql(f"DROP QUEUE {name}")
+            db.database.sql(f"DROP QUEUE IF EXISTS {name}")
+        assert db.execute(f"SELECT payload FROM {copy}") == [("p0",)]
+        assert db.execute(f"SELECT * FROM {own}") == []
+    finally:
+        db.execute(f"DROP TABLE IF EXISTS {own}")
+        db.execute(f"DROP TABLE IF EXISTS {copy}")
+
+
 def test_plain_insert_enqueues_an_event(db: DatabaseFixture) -> None:
     queue = db.queue()
     db.execute(f"INSERT INTO {queue.name} (user_id, payload) VALUES (10, 'send this')")

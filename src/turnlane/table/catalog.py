@@ -13,6 +13,7 @@ from turnlane.table.batch_commit import delete_batch_data
 from turnlane.table.definition import Definition
 from turnlane.table.grammar import parse_definition
 from turnlane.table.queue_sql import get_queue_sql
+from turnlane.table.receiver import EVENT_COLUMNS
 from turnlane.table.schedules import get_schedule_ddl
 from turnlane.table.shard_store import delete_shard_data
 
@@ -44,7 +45,7 @@ class QueueCatalog(Closeable):
 
         The ids of its events begin at ``first_id``: the shards of a queue have different ids. MySQL
         commits every DDL statement by itself, so a failure may leave a table that is not in the
-        catalog. :meth:`drop` leaves such a table alone: drop it by plain SQL.
+        catalog; :meth:`drop` drops it.
         """
         self._create_tables()
         if definition.name in self.list_names():
@@ -67,7 +68,7 @@ class QueueCatalog(Closeable):
     def drop(self, name: str, *, if_exists: bool = False) -> bool:
         """Delete a queue and everything in it; false if there is none. Raises ``NoSuchQueue``."""
         self._create_tables()
-        found = name in self.list_names()
+        found = name in self.list_names() or self._is_unfinished(name)
         if not found and not if_exists:
             raise NoSuchQueue(f"there is no queue {name!r} in this database")
 
@@ -83,6 +84,18 @@ class QueueCatalog(Closeable):
 
         self._session.transact(work)
         return found
+
+    def _is_unfinished(self, name: str) -> bool:
+        """Whether :meth:`create` failed and left a table: one of a queue, without a row."""
+        if self.dialect.name != "mysql":
+            return False
+        columns = ", ".join((*EVENT_COLUMNS, "last_error", "keyspace_id"))
+        try:
+            return not self._session.query(
+                f"SELECT {columns} FROM {self.dialect.quote_name(name)} LIMIT 1"
+            )
+        except self.dialect.error:
+            return False  # there is no table, or it is not a queue's
 
     def list_names(self) -> list[str]:
         """Return the names of all queues."""
