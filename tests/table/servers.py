@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import warnings
@@ -19,6 +18,7 @@ import pymysql
 from psycopg.conninfo import conninfo_to_dict
 
 from tests.frozen import freeze_process
+from tests.ports import free_port
 
 TIMEOUT = 60.0
 
@@ -59,9 +59,7 @@ class PgbouncerServer:
     """PgBouncer from Debian, in transaction mode, before the server of a test."""
 
     def __init__(self, directory: Path, postgres: PostgresServer, *, pool_size: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"postgresql://postgres@127.0.0.1:{port}/postgres"
         settings = directory / "pgbouncer.ini"
         self._log = directory / "log"
@@ -105,9 +103,7 @@ class MariadbServer:
         self._options = options
         self._data = directory / "data"
         self._log = directory / "log"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._port = free_port()
         subprocess.run(
             [
                 "mariadb-install-db",
