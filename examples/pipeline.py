@@ -67,7 +67,7 @@ actions:
     output: {{type: file, path: {place}/out/alerts.jsonl}}
   - name: archive
     queue: disk
-    lane: {{min_events: 1}}  # Otherwise it waits up to ten minutes to fill a file.
+    lane: {{min_events: 1}}  # Otherwise it waits up to a minute to fill a file.
     output: {{type: spark, format: parquet, path: {place}/out/archive, columns: [message]}}
   - name: counts
     queue: disk

@@ -21,9 +21,12 @@ from turnlane.spark.batch_planning import TAKEN_EVENTS
 from turnlane.spark.lane import (
     PROCESSING,
     TIMED_OUT,
+    Collecting,
     Lane,
+    LaneLimits,
     LaneState,
     LaneStatus,
+    LaneWatch,
     ProgressHandler,
     QueryEvent,
     StallDetector,
@@ -102,7 +105,9 @@ class Query:
         return self.error
 
 
-def make_lane(*queries: Any, watch: ProgressHandler | None = None) -> Lane:
+def make_lane(
+    *queries: Any, watch: ProgressHandler | None = None, stall: LaneWatch | None = None
+) -> Lane:
     """Create a lane that runs these queries, one after another."""
     left = iter(queries)
 
@@ -111,7 +116,7 @@ def make_lane(*queries: Any, watch: ProgressHandler | None = None) -> Lane:
         query.lane = lane
         return query
 
-    lane = Lane("a", start, watch)
+    lane = Lane("a", start, watch, watch=stall)
     for query in queries:
         query.send_event = lane.on_event
     return lane
@@ -247,41 +252,143 @@ class TestWithoutEvents:
 
 
 class TestStallDetector:
-    """A batch that takes very long may hang: it is logged."""
+    """Events wait and no batch ends: either the lane collects events, or it has stalled."""
 
+    def test_stall_is_reported_again_each_time_it_doubles(self) -> None:
+        found = StallDetector(LaneLimits(stall_timeout=60.0))
+        moments = [0, 59, 60, 61, 119, 120, 239, 240]
+        said = [found.check(1, 100.0 + each, is_in_batch=False) for each in moments]
+        assert said == [None, None, 60.0, None, None, 120.0, None, 240.0]
+
+    def test_batch_in_progress_gets_more_time(self) -> None:
+        found = StallDetector(LaneLimits(stall_timeout=60.0))
+        said = [found.check(1, 100.0 + each, is_in_batch=True) for each in (0, 61, 299, 300)]
+        assert said == [None, None, None, 300.0]
+
+    def test_lane_that_starts_again_gets_more_time_until_a_batch_ends(self) -> None:
+        found = StallDetector(LaneLimits(stall_timeout=60.0))
+        moments = []
+        for begin in (0.0, 1000.0, 2000.0):
+            found.reset()
+            waits = range(1000)
+            moments.append(
+                next(
+                    each
+                    for each in waits
+                    if found.check(1, begin + each, is_in_batch=False) is not None
+                )
+            )
+            if begin == 1000.0:
+                found.on_batch()
+        assert moments == [60, 120, 60]
+
+    def test_too_few_events_are_collected_until_their_time_is_over(self) -> None:
+        found = StallDetector(LaneLimits(min_events=10, max_age=600.0, stall_timeout=60.0))
+        assert found.check(3, 100.0, is_in_batch=False) == Collecting(3, 10, 600.0)
+        assert found.check(5, 699.0, is_in_batch=False) == Collecting(5, 10, 1.0)
+        assert found.check(5, 700.0, is_in_batch=False) is None, "a batch can start"
+        assert found.check(5, 759.0, is_in_batch=False) is None
+        assert found.check(5, 760.0, is_in_batch=False) == 60.0
+
+    def test_enough_events_are_never_collected(self) -> None:
+        found = StallDetector(LaneLimits(min_events=10, max_age=600.0, stall_timeout=60.0))
+        assert found.check(10, 100.0, is_in_batch=False) is None
+        assert found.check(9, 159.0, is_in_batch=False) is None, "the batch has still to start"
+        assert found.check(9, 160.0, is_in_batch=False) == 60.0
+
+
+class TestStalledLane:
     @pytest.fixture(autouse=True)
     def _soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lanes, "POLL_SECONDS", 0.001)
-        monkeypatch.setattr(lanes, "STALL_SECONDS", 0.01)
+        monkeypatch.setattr(lanes, "BATCH_PATIENCE", 1)
+        monkeypatch.setattr(lanes, "RESTART_BACKOFF", Backoff(0.0, 0.0))
 
-    def test_stall_is_reported_again_each_time_it_doubles(self) -> None:
-        quiet = lanes.STALL_SECONDS
-        found = StallDetector(100.0)
-        moments = [0.5, 1.5, 1.6, 2.9, 3.1, 6.1, 6.3]
-        said = [found.check(100.0 + each * quiet) is not None for each in moments]
-        assert said == [False, True, False, False, True, False, True]
+    @pytest.mark.parametrize("spark", ["Waiting for data", PROCESSING])
+    def test_query_with_waiting_events_and_no_batch_is_reported_and_started_again(
+        self, caplog: pytest.LogCaptureFixture, spark: str
+    ) -> None:
+        first, second = Query(), Query()
+        counted: list[str] = []
+        limits = LaneLimits(stall_timeout=0.01)
 
-    def test_stall_during_a_batch_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        def count(_: StreamingQueryProgress | None) -> int:
+            return 7 if first.isActive else 0
+
+        lane = make_lane(first, second, stall=LaneWatch(limits, count, lambda: counted.append("a")))
+        if spark != PROCESSING:
+            first.batch_ended.set()
+        first.finish_batch(0, 0)
+        lane.start()
+        wait_for_query(lane, second)
+        assert not first.isActive
+        second.finish_batch(0, 7)
+        wait_until(lambda: lane.status.batches == 1)
+        assert stop_lane(lane, second).restarts == 1
+        assert counted == ["a"]
+        (stalled, failed) = caplog.messages
+        assert stalled.startswith(f'lane.stalled lane=a events=7 seconds=0 spark="{spark}" stack=')
+        assert re.match(r'lane\.failed lane=a reason="stalled: 7 events wait, no batch', failed)
+
+    def test_batch_of_a_lane_with_a_checkpoint_is_reported_and_not_interrupted(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         query = Query()
-        lane = make_lane(query)
+        limits = LaneLimits(stall_timeout=0.01, can_interrupt=False)
+        lane = make_lane(query, stall=LaneWatch(limits, lambda _: 7))
         query.finish_batch(0, 1)
         lane.start()
+        wait_until(lambda: lane.status.stalled is not None)
+        assert re.fullmatch(
+            r"lane a: running, stalled: 7 events wait, no batch has ended for \d+ s; "
+            "Spark: Processing new data",
+            format_lane_status(lane.status),
+        )
         wait_until(lambda: len(caplog.messages) > 1)
+        assert query.isActive
+        assert "its batch is not interrupted" in caplog.text
         stop_lane(lane, query)
-        for each in caplog.messages:
-            assert re.fullmatch(
-                r'lane\.stalled lane=a seconds=\d+ spark="Processing new data"', each
-            )
 
-    def test_idle_query_is_no_stall(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_lane_that_waits_for_a_known_reason_has_not_stalled(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        asked: list[int] = []
+
+        def count(_: StreamingQueryProgress | None) -> int:
+            asked.append(1)
+            return 0 if len(asked) % 2 else 7
+
         query = Query()
         query.batch_ended.set()
-        lane = make_lane(query)
+        lane = Lane(
+            "a",
+            lambda _: query,  # type: ignore[arg-type, return-value]
+            get_suspension=lambda: Suspension(1.0, why="away") if len(asked) % 2 else None,
+            watch=LaneWatch(LaneLimits(stall_timeout=0.001), count),
+        )
+        query.send_event = lane.on_event
         query.finish_batch(0, 0)
         lane.start()
-        wait_until(query.asked.is_set)
+        wait_until(lambda: len(asked) > 10)
         stop_lane(lane, query)
         assert caplog.messages == []
+
+    def test_collected_events_are_in_the_status(self) -> None:
+        query = Query()
+        query.batch_ended.set()
+        limits = LaneLimits(min_events=100_000, max_age=NEVER)
+        lane = make_lane(query, stall=LaneWatch(limits, lambda _: 50_000))
+        query.finish_batch(0, 0)
+        lane.start()
+        wait_until(lambda: lane.status.collecting is not None)
+        assert re.fullmatch(
+            r"lane a: running, collects events: 50,000 of 100,000, at most until "
+            r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d",
+            format_lane_status(lane.status),
+        )
+        assert get_lane_fields(lane.status)["collecting"]["wanted"] == 100_000
+        stop_lane(lane, query)
+        assert lane.status.collecting is None
 
 
 def test_stop_waits_for_the_batch_in_progress() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tests.spark.nodes import serving
 from turnlane.errors import TransportDown
 from turnlane.pipeline.settings import PipelineSettings
-from turnlane.spark.lane import LaneState, LaneStatus
+from turnlane.spark.lane import Collecting, LaneState, LaneStatus
 from turnlane.spark.pipeline import PipelinePlan, PipelineRunner, create_missing_queues
 
 
@@ -62,6 +63,17 @@ def test_failing_lane_is_listed_once_per_reason() -> None:
         ("waiting", "full"),
         ("running", None),
     ]
+
+
+def test_lane_that_collects_before_each_batch_is_listed_once() -> None:
+    running = lane(LaneState.RUNNING)
+    collecting = [replace(running, collecting=Collecting(each, 9, 60.0)) for each in (1, 2)]
+    assert len(list_changes_of([running, *collecting, running, *collecting, running])) == 2
+
+
+def test_stalled_lane_is_listed() -> None:
+    running = lane(LaneState.RUNNING)
+    assert len(list_changes_of([running, replace(running, stalled="9 events wait"), running])) == 3
 
 
 def plan(endpoint: str, **queues: dict[str, Any]) -> PipelinePlan:

@@ -20,7 +20,7 @@ from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSet
 from turnlane.queues.settings import QueueSettings
 from turnlane.spark.batch_planning import BatchWait
 from turnlane.spark.pipeline import Pipeline
-from turnlane.spark.sinks import MAX_FILE_DELAY, MIN_EVENTS_PER_FILE, with_file_batching
+from turnlane.spark.sinks import MIN_EVENTS_PER_FILE, with_file_batching
 
 PATIENCE = 180.0
 AGE = 3.0
@@ -114,16 +114,16 @@ def test_quiet_day_makes_few_files_and_many_events_are_written_at_once(tmp_path:
         waiting += 1
         if not wait.compute_wait(waiting, float(second)):
             files, waiting = files + 1, 0
-    assert 140 <= files <= 144
+    assert 1400 <= files <= 1440
     assert wait.compute_wait(waiting + MIN_EVENTS_PER_FILE, 86_400.0) == 0.0
 
 
 def test_only_file_sinks_without_settings_wait_for_events(tmp_path: Path) -> None:
     usual, quick = LaneSettings(), LaneSettings(min_events=1)
     waiting = with_file_batching(action("a", usual, parquet(tmp_path))).lane
-    assert (waiting.min_events, waiting.max_age) == (MIN_EVENTS_PER_FILE, MAX_FILE_DELAY)
-    aged = with_file_batching(action("a", LaneSettings(max_age=60), parquet(tmp_path))).lane
-    assert (aged.min_events, aged.max_age) == (MIN_EVENTS_PER_FILE, 60)
+    assert (waiting.min_events, waiting.max_age) == (MIN_EVENTS_PER_FILE, 60)
+    aged = with_file_batching(action("a", LaneSettings(max_age=600), parquet(tmp_path))).lane
+    assert (aged.min_events, aged.max_age) == (MIN_EVENTS_PER_FILE, 600)
     assert with_file_batching(action("a", quick, parquet(tmp_path))).lane == quick
     small = LaneSettings(max_events=500)
     assert with_file_batching(action("a", small, parquet(tmp_path))).lane.min_events == 500

@@ -326,8 +326,11 @@ def format_lane_status(status: LaneStatus) -> str:
         why = status.suspended.removeprefix(f"{status.name}: ")
         return f"lane {status.name}: suspended: {why}, {again}"
     restarts = f", restarts: {status.restarts}" if status.restarts else ""
-    reason = f": {status.reason}" if status.reason else ""
-    return f"lane {status.name}: {status.state}{restarts}{reason}"
+    if status.reason:
+        return f"lane {status.name}: {status.state}{restarts}: {status.reason}"
+    stalled = f", stalled: {status.stalled}" if status.stalled else ""
+    collecting = f", {status.collecting}" if status.collecting else ""
+    return f"lane {status.name}: {status.state}{restarts}{stalled}{collecting}"
 
 
 def get_lane_fields(status: LaneStatus) -> Mapping[str, Any]:
@@ -339,6 +342,8 @@ def get_lane_fields(status: LaneStatus) -> Mapping[str, Any]:
         "reason": status.reason,
         "suspended": status.suspended,
         "next_try": None if status.suspension is None else round(status.suspension.wait, 1),
+        "collecting": None if status.collecting is None else status.collecting._asdict(),
+        "stalled": status.stalled,
         "rows": status.rows,
     }
 

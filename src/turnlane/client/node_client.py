@@ -472,6 +472,10 @@ class RemoteNode(Closeable):
         """Return the batch of a run that was planned last. Raises ``LaneTaken`` if none was."""
         return int(self.act("planned", lane=lane, run=run)["batch"])
 
+    def report_stall(self, queue: str) -> None:
+        """Have the node count that the lane of a queue has stalled."""
+        self.act("stalled", queue=queue)
+
     def abort(self, stages: Sequence[str]) -> None:
         """Discard stages."""
         self.act("abort", stages=list(stages))

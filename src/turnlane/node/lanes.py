@@ -8,7 +8,7 @@ thought to be dead, can neither plan nor commit.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -67,7 +67,18 @@ class Lanes:
     def __init__(self) -> None:
         self._lanes: dict[str, LaneRun] = {}
         """The longest inactive lane first."""
+        self._stalls: Counter[str] = Counter()
         self._lock = threading.Lock()
+
+    def count_stall(self, queue: str) -> None:
+        """Count a time that the lane of a queue did nothing although events waited."""
+        with self._lock:
+            self._stalls[queue] += 1
+
+    def get_stalls(self) -> dict[str, int]:
+        """Return how often lanes have stalled, by queue."""
+        with self._lock:
+            return dict(self._stalls)
 
     def plan(self, lane: str, run: str, planned: LanePlan) -> None:
         """Store the plan of a lane, in place of the one before. Raises ``LaneTaken``."""

@@ -306,6 +306,12 @@ class NodeCollector(Collector):
             ["queue"],
             [([name], count) for name, count in sorted(node.commits.overflow.dropped.items())],
         )
+        yield build_counter(
+            "lane_stalls",
+            "Times that a lane did nothing, although events waited, for its stall_timeout.",
+            ["queue"],
+            [([name], count) for name, count in sorted(node.lanes.get_stalls().items())],
+        )
         # Several inputs may have the same label, but a series may exist only once.
         totals: dict[str, Counter[str]] = {}
         for each in self._inputs:

@@ -88,7 +88,7 @@ class LaneSettings(SettingsModel):
     max_age: Duration = Field(
         default=60.0,
         description="The longest wait for `min_events`. A lane that writes files waits for 100,000 "
-        "events, for 10 minutes at most, if neither setting is given.",
+        "events, so long at most, if `min_events` is not given.",
     )
     workers: int | None = Field(
         default=None,
@@ -99,6 +99,12 @@ class LaneSettings(SettingsModel):
         default=100_000, ge=1, description="A batch gets one more task for each this many events."
     )
     trigger: Duration = Field(default=0.0, description="The least time between two batches.")
+    stall_timeout: Duration = Field(
+        default=60.0,
+        gt=0,
+        description="After this time with events waiting, without a batch that ends and without a "
+        "known reason, the lane reports that it has stalled, and starts again if that is safe.",
+    )
 
 
 class ActionSettings(SettingsModel):

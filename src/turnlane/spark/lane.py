@@ -6,31 +6,35 @@ all lanes of a pipeline, which receives Spark's events and puts them into the qu
 ``status`` and ``stop`` may be called from any thread.
 
 A lane's status also says what keeps the lane from sending, although its query runs: an open breaker
-or a full queue (:class:`BlockedReason`).
+or a full queue (:class:`BlockedReason`), or that it collects events for a batch. If events wait
+(:class:`WaitingEvents`), no batch ends and nothing of this is the reason, the lane is stalled: it
+reports that with what Spark is doing, and starts its query again if that is safe.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]  # has none
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 
-from turnlane.errors import RetryLater
+from turnlane.client.node_client import UnsettledSpans
+from turnlane.errors import RetryLater, TurnlaneError
 from turnlane.logs import get_logger
 from turnlane.pacing import Backoff
-from turnlane.spark.batch_planning import TAKEN_EVENTS
+from turnlane.spark.batch_planning import TAKEN_EVENTS, UNKNOWN_POSITION, QueryPosition
 from turnlane.spark.errors import describe_failure
 from turnlane.spark.nodes import BreakerClient, Nodes
 from turnlane.spark.steps import BreakerStates, DeliveryPaths, Suspension, find_suspension
@@ -51,10 +55,14 @@ BATCH_SECONDS: Final = 10.0
 """How long a batch may continue after the lane was stopped: a task stops sending after half."""
 HURRY_SECONDS: Final = 1.0
 """How long a lane may take to end its query if it must not wait for a batch."""
-STALL_SECONDS: Final = 300.0
-"""After this time without a batch a warning is logged, and again each time that it has doubled."""
+BATCH_PATIENCE: Final = 5
+"""How many times longer than without a batch a lane may take to end one before it is stalled."""
+STACK_LINES: Final = 10
+"""How many calls of a stalled query's thread are logged, without those of Java itself."""
 PROCESSING: Final = "Processing new data"
 """Spark's status message of a query that processes a batch."""
+JAVA_OBJECT: Final = re.compile(r"(?:\w+\.)+(\w+)@[0-9a-f]+")
+"""A Java object in a message of Spark: its class is enough."""
 TIMED_OUT: Final = "java.util.concurrent.TimeoutException"
 """The exception of Spark if a query has not stopped in time."""
 END_OF_EVENTS: Final = ""
@@ -73,6 +81,23 @@ class LaneState(StrEnum):
     STOPPED = "stopped"
 
 
+class Collecting(NamedTuple):
+    """A lane waits for more events before it starts a batch."""
+
+    events: int
+    wanted: int
+    wait: float
+    """Seconds until it starts a batch with fewer events."""
+
+    def __str__(self) -> str:
+        until = time.localtime(time.time() + self.wait)
+        day = "" if until[:3] == time.localtime()[:3] else "%Y-%m-%d "
+        return (
+            f"collects events: {self.events:,} of {self.wanted:,}, "
+            f"at most until {time.strftime(f'{day}%H:%M:%S', until)}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class LaneStatus:
     """The state of a lane at one moment."""
@@ -86,6 +111,10 @@ class LaneStatus:
     rows: int
     suspension: Suspension | None = None
     """Why nothing is sent, although the query runs."""
+    collecting: Collecting | None = None
+    """The events that it waits for before the next batch."""
+    stalled: str | None = None
+    """For how long no batch has ended and what Spark is doing, if there is no reason for it."""
 
     @property
     def suspended(self) -> str | None:
@@ -110,22 +139,78 @@ ProgressHandler = Callable[[StreamingQueryProgress], None]
 """Called with every progress of the query, and now and then again with the last one."""
 GetSuspension = Callable[[], Suspension | None]
 """Returns what keeps the lane from sending, if anything does."""
+CountWaiting = Callable[[StreamingQueryProgress | None], int]
+"""Returns how many events wait for the lane; the argument is the last progress of this run."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLimits:
+    """How long a lane may take before its next batch."""
+
+    min_events: int = 1
+    max_age: float = 0.0
+    """It may wait so long for ``min_events``."""
+    stall_timeout: float = 60.0
+    can_interrupt: bool = True
+    """Whether a batch in progress may be stopped because it takes too long: not if its checkpoint
+    is the truth, because then a batch may take any time, and the same batch comes again."""
 
 
 class StallDetector:
-    """Measures the time since a query started or sent its last event. Pure."""
+    """Finds out whether a lane with waiting events collects more, or does nothing. Pure.
 
-    def __init__(self, now: float) -> None:
-        self._since = now
-        self._report_after = STALL_SECONDS
+    Each time it reports a stall, it doubles the time until the next, until a batch ends: so a lane
+    that is only slow gets more time after each restart.
+    """
 
-    def check(self, now: float) -> float | None:
-        """Return the seconds without an event, if it is time to report them."""
-        seconds = now - self._since
-        if seconds < self._report_after:
+    def __init__(self, limits: LaneLimits) -> None:
+        self._limits = limits
+        self._patience = limits.stall_timeout
+        self._first_seen: float | None = None
+        self._could_start: float | None = None
+
+    def on_batch(self) -> None:
+        """Note that a batch has ended."""
+        self._patience = self._limits.stall_timeout
+        self.reset()
+
+    def reset(self) -> None:
+        """Note that no events wait, that there is a reason to wait, or that the query is new."""
+        self._first_seen = self._could_start = None
+
+    def check(self, events: int, now: float, *, is_in_batch: bool) -> Collecting | float | None:
+        """Return what it collects, or for how many seconds it has stalled if that is to report."""
+        limits = self._limits
+        if self._first_seen is None:
+            self._first_seen = now
+        wait = self._first_seen + limits.max_age - now
+        if (
+            self._could_start is None
+            and not is_in_batch
+            and events < limits.min_events
+            and wait > 0
+        ):
+            return Collecting(events, limits.min_events, wait)
+        if self._could_start is None:
+            self._could_start = now
+        seconds = now - self._could_start
+        if seconds < self._patience * (BATCH_PATIENCE if is_in_batch else 1):
             return None
-        self._report_after = 2 * seconds
+        self._patience *= 2
         return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class LaneWatch:
+    """How a lane notices that it has stalled. By default no events wait, so it never has."""
+
+    limits: LaneLimits = field(default_factory=LaneLimits)
+    count_waiting: CountWaiting = lambda _: 0
+    report_stall: Callable[[], None] = lambda: None
+
+
+class LaneStalled(RetryLater):
+    """A lane has done nothing for too long, and starts again."""
 
 
 class Lane:
@@ -140,6 +225,7 @@ class Lane:
         start_query: StartQuery,
         on_progress: ProgressHandler | None = None,
         get_suspension: GetSuspension = lambda: None,
+        watch: LaneWatch | None = None,
     ) -> None:
         self.name = name
         self._start_query = start_query
@@ -158,7 +244,10 @@ class Lane:
         self._rows = 0
         self._last_progress: StreamingQueryProgress | None = None
         """The last progress of this run."""
-        self._stall = StallDetector(time.monotonic())
+        self._watch = watch or LaneWatch()
+        self._detector = StallDetector(self._watch.limits)
+        self._collecting: Collecting | None = None
+        self._stalled: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"lane-{name}", daemon=True)
 
     def start(self) -> None:
@@ -201,6 +290,8 @@ class Lane:
             self._batches,
             self._rows,
             self._suspension,
+            self._collecting,
+            self._stalled,
         )
 
     # ── on the lane's thread ──
@@ -227,12 +318,12 @@ class Lane:
         self._state, self._last_progress = LaneState.STARTING, None
         query = self._start_query(uuid.uuid4().hex)
         run = str(query.runId)
-        self._stall = StallDetector(time.monotonic())
+        self._detector.reset()
         try:
             has_ended = self._follow(query, run)
             self._wait_for_batch(query)
         finally:
-            self._suspension = None
+            self._suspension = self._collecting = None
             if query.isActive:
                 self._stop_query(query)
         if not has_ended:
@@ -249,13 +340,14 @@ class Lane:
             if event is None:
                 if self._stop.is_set() or not query.isActive:
                     break
-                self._report_stall(query)
                 progress = self._last_progress or query.lastProgress
                 if progress is not None:
                     self._set_progress(progress)
             elif self._process_event(event, run):
                 return True
             self._suspension = self._get_suspension()
+            if event is None:
+                self._check_stall(query)
         return False
 
     def _get_event(self, timeout: float) -> QueryEvent | None:
@@ -270,7 +362,8 @@ class Lane:
             return False
         if event.progress is None:
             return True
-        self._stall = StallDetector(time.monotonic())
+        self._detector.on_batch()
+        self._collecting = self._stalled = None
         if event.progress.numInputRows:
             self._batches += 1
             self._rows += _count_events(event.progress)
@@ -282,14 +375,39 @@ class Lane:
         self._last_progress = progress
         self._on_progress(progress)
 
-    def _report_stall(self, query: StreamingQuery) -> None:
-        """Log a warning if a query that has something to do has finished no batch for long."""
-        seconds = self._stall.check(time.monotonic())
-        if seconds is None:
+    def _check_stall(self, query: StreamingQuery) -> None:
+        """Note whether the query collects events or does nothing although events wait.
+
+        Raises ``LaneStalled`` if the query is to be started again.
+        """
+        events = self._watch.count_waiting(self._last_progress)
+        self._collecting = None
+        if not events or self._suspension is not None:
+            self._detector.reset()
+            self._stalled = None
             return
-        message = query.status["message"]
-        if message == PROCESSING or self._state is LaneState.STARTING:
-            log.warning("lane.stalled", lane=self.name, seconds=round(seconds), spark=message)
+        message = JAVA_OBJECT.sub(r"\1", query.status["message"])
+        is_in_batch = message == PROCESSING
+        found = self._detector.check(events, time.monotonic(), is_in_batch=is_in_batch)
+        if isinstance(found, Collecting):
+            self._collecting = found
+        elif found is not None:
+            about = f"{events:,} events wait, no batch has ended for {round(found)} s"
+            self._stalled = f"{about}; Spark: {message}"
+            can_restart = self._watch.limits.can_interrupt or not is_in_batch
+            log.warning(
+                "lane.stalled",
+                lane=self.name,
+                events=events,
+                seconds=round(found),
+                spark=message,
+                stack=_get_stack(query),
+                hint="it starts again" if can_restart else "its batch is not interrupted",
+            )
+            self._watch.report_stall()
+            if can_restart:
+                self._state, self._reason = LaneState.WAITING, f"stalled: {self._stalled}"
+                raise LaneStalled(self._reason)
 
     def _wait_for_batch(self, query: StreamingQuery) -> None:
         """Wait for the batch in progress: if it is committed, it is not sent again."""
@@ -325,6 +443,17 @@ class Lane:
             if event is not None and self._process_event(event, run):
                 return
         log.warning("lane.events_missing", lane=self.name, hint="some batches may not be counted")
+
+
+def _get_stack(query: StreamingQuery) -> str:
+    """Return the calls of Spark that the query's thread is in, the innermost first."""
+    try:
+        thread = query._jsq.streamingQuery().queryExecutionThread()  # noqa: SLF001
+        calls = (str(each).rpartition("/")[2] for each in thread.getStackTrace())
+        found = [each for each in calls if not each.startswith(("java", "jdk.", "sun.", "scala."))]
+        return " < ".join(found[:STACK_LINES])
+    except (AttributeError, Py4JError) as error:
+        return f"unknown: {describe_failure(error)}"
 
 
 def _count_events(progress: StreamingQueryProgress) -> int:
@@ -457,6 +586,36 @@ class FullQueuePoller(Poller[str | None]):
             return min((queue for full in found.values() for queue in full), default=None)
 
         super().__init__("full queues", ask, None)
+
+
+class WaitingEvents(Poller[Mapping[int, UnsettledSpans]]):
+    """Counts the events of a lane's queue that wait for it, on all nodes that answer.
+
+    With a checkpoint, these are the events after the query's position: events before it are settled
+    a moment later.
+    """
+
+    def __init__(self, nodes: Nodes, queue: str, *, has_checkpoint: bool) -> None:
+        self._has_checkpoint = has_checkpoint
+
+        def ask() -> Mapping[int, UnsettledSpans]:
+            calls = {n: partial(nodes[n].unsettled, queue, 1) for n in range(nodes.count)}
+            try:
+                return nodes.ask_all(f"waiting {queue}", calls, 0.0)
+            except TurnlaneError:  # The lane itself reports nodes that are away.
+                return {}
+
+        super().__init__("waiting events", ask, {})
+
+    def count(self, progress: StreamingQueryProgress | None) -> int:
+        """Return the number of events that wait."""
+        ends = {}
+        if self._has_checkpoint and progress is not None and progress.sources[0].endOffset:
+            ends = QueryPosition.from_offset(json.loads(progress.sources[0].endOffset)).offsets
+        return sum(
+            min(each.pending, max(0, each.end - max(0, ends.get(node, UNKNOWN_POSITION))))
+            for node, each in self.get().items()
+        )
 
 
 class BlockedReason:

@@ -401,11 +401,17 @@ def build_lane_read_options(
         "probeEvents": str(min((each.batch_events for each in deliveries), default=1000)),
         "batchSeconds": f"{min((each.max_time for each in deliveries), default=5.0)}s",
     }
+    wanted, age = find_batch_wait(settings, steps)
+    return options | {"minOffsetsPerTrigger": str(wanted), "maxTriggerDelay": f"{age}s"}
+
+
+def find_batch_wait(settings: LaneSettings, steps: Sequence[LaneStep]) -> tuple[int, float]:
+    """Return for how many events a lane waits before a batch, and for how many seconds at most."""
+    deliveries = [step.delivery for step in steps if step.output is not None]
     age = max((each.batch_age for each in deliveries), default=0.0)
     if age and settings.min_events == 1:
-        full = max(each.batch_events for each in deliveries)
-        options |= {"minOffsetsPerTrigger": str(full), "maxTriggerDelay": f"{age}s"}
-    return options
+        return max(each.batch_events for each in deliveries), age
+    return settings.min_events, settings.max_age
 
 
 def build_lane_write_options(lane: str, run: str, steps: Sequence[LaneStep]) -> dict[str, str]:

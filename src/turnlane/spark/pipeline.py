@@ -48,10 +48,13 @@ from turnlane.spark.lane import (
     BreakerPoller,
     FullQueuePoller,
     Lane,
+    LaneLimits,
     LaneState,
     LaneStatus,
+    LaneWatch,
     QueryEventListener,
     StartQuery,
+    WaitingEvents,
 )
 from turnlane.spark.lane_shape import (
     EVENT_REF_COLUMNS,
@@ -71,6 +74,7 @@ from turnlane.spark.options import (
     WriteOptions,
     build_lane_read_options,
     build_lane_write_options,
+    find_batch_wait,
     to_json,
 )
 from turnlane.spark.queue_reader import QuerySettler
@@ -99,8 +103,9 @@ CREATE_SECONDS: Final = 10.0
 STATS_SECONDS: Final = 5.0
 """How long to wait for the state of a node's queues."""
 
-LaneSnapshot = tuple[LaneState, str | None, str | None]
-"""The parts of a lane's status whose changes are reported: state, reason, suspension."""
+LaneSnapshot = tuple[LaneState, str | None, str | None, str | None, bool]
+"""The parts of a lane's status whose changes are reported: state, reason, suspension, stall, and
+whether it has collected events once: a lane that collects does so before each batch."""
 
 
 class Pipeline:
@@ -201,10 +206,12 @@ class Pipeline:
     # ── the main lane ──
 
     def _create_main_lane(self) -> Lane:
-        paths = list_required_paths(build_main_steps(self._settings))
+        steps = build_main_steps(self._settings)
         full_queues = FullQueuePoller(self._nodes, self._list_queues())
-        blocked = BlockedReason(self._breakers, paths, full_queues)
-        return Lane(MAIN, self._start_alone(self._start_main), get_suspension=blocked)
+        blocked = BlockedReason(self._breakers, list_required_paths(steps), full_queues)
+        watch = self._watch(MAIN, self._settings.lane, steps)
+        start = self._start_alone(self._start_main)
+        return Lane(MAIN, start, get_suspension=blocked, watch=watch)
 
     def _start_main(self, run: str) -> StreamingQuery:
         settings, steps = self._settings, build_main_steps(self._settings)
@@ -258,8 +265,11 @@ class Pipeline:
         checkpoints = Checkpoints(self._checkpoints, action.name)
         if not shape.has_checkpoint:
             start = self._start_alone(partial(self._start_delivering, action, shape))
-            blocked = BlockedReason(self._breakers, list_required_paths([build_lane_step(action)]))
-            return Lane(action.name, start, checkpoints.on_progress, blocked)
+            steps = [build_lane_step(action)]
+            blocked = BlockedReason(self._breakers, list_required_paths(steps))
+            watch = self._watch(action.name, action.lane, steps)
+            return Lane(action.name, start, checkpoints.on_progress, blocked, watch)
+        action = with_file_batching(action)
         settler = QuerySettler(self._nodes, action.name)
 
         def on_progress(progress: StreamingQueryProgress) -> None:
@@ -269,8 +279,32 @@ class Pipeline:
                 settler.on_progress(progress)
             checkpoints.on_progress(progress)
 
-        start = partial(self._start_with_checkpoint, with_file_batching(action), shape, checkpoints)
-        return Lane(action.name, self._start_alone(start), on_progress)
+        start = partial(self._start_with_checkpoint, action, shape, checkpoints)
+        watch = self._watch(action.name, action.lane, has_checkpoint=True)
+        return Lane(action.name, self._start_alone(start), on_progress, watch=watch)
+
+    def _watch(
+        self,
+        queue: str,
+        settings: LaneSettings,
+        steps: Sequence[LaneStep] = (),
+        *,
+        has_checkpoint: bool = False,
+    ) -> LaneWatch:
+        """Return how the lane of a queue notices that it has stalled."""
+        wanted, age = find_batch_wait(settings, steps)
+        patience = settings.stall_timeout + settings.trigger
+        limits = LaneLimits(wanted, age, patience, can_interrupt=not has_checkpoint)
+        waiting = WaitingEvents(self._nodes, queue, has_checkpoint=has_checkpoint)
+        return LaneWatch(limits, waiting.count, partial(self._count_stall, queue))
+
+    def _count_stall(self, queue: str) -> None:
+        """Have every node that answers count a stall of a lane."""
+        calls = {n: partial(self._nodes[n].report_stall, queue) for n in range(self._nodes.count)}
+        try:
+            self._nodes.ask_all(f"stalled {queue}", calls, 0.0)
+        except TurnlaneError as error:  # A node of an older version cannot count it.
+            log.info("lane.stall_not_counted", lane=queue, error=error)
 
     def _start_delivering(
         self, action: ActionSettings, shape: LaneShape, run: str
@@ -514,7 +548,8 @@ class PipelineRunner:
         """Yield the lanes whose state has changed since the last call."""
         for each in self.status():
             before = self._reported.get(each.name)
-            now = (each.state, each.reason, each.suspended)
+            has_collected = each.collecting is not None or (before is not None and before[4])
+            now = (each.state, each.reason, each.suspended, each.stalled, has_collected)
             fails_again = (
                 before is not None
                 and before[:2] == (LaneState.WAITING, each.reason)

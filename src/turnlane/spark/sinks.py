@@ -142,21 +142,17 @@ def write_to_queue(rows: DataFrame, output: QueueOutputSettings) -> DataStreamWr
 MIN_EVENTS_PER_FILE: Final = 100_000
 """The events for which a lane waits before it writes files, for `max_age` at most. Every batch
 makes a file, and files are not merged later."""
-MAX_FILE_DELAY: Final = 600.0
-"""The default `max_age` of a lane that writes files: at most 144 files a day in a directory."""
 
 
 def with_file_batching(action: ActionSettings) -> ActionSettings:
     """Return the action; if it writes files, with waiting for enough events, unless it is set."""
     sink = action.output
     writes_files = isinstance(sink, SparkSinkSettings) and sink.place is not None
-    given = action.lane.model_fields_set
-    if not writes_files or "min_events" in given:
+    lane = action.lane
+    if not writes_files or "min_events" in lane.model_fields_set:
         return action
-    settings: dict[str, float] = {"min_events": min(MIN_EVENTS_PER_FILE, action.lane.max_events)}
-    if "max_age" not in given:
-        settings["max_age"] = MAX_FILE_DELAY
-    return action.model_copy(update={"lane": action.lane.model_copy(update=settings)})
+    waiting = lane.model_copy(update={"min_events": min(MIN_EVENTS_PER_FILE, lane.max_events)})
+    return action.model_copy(update={"lane": waiting})
 
 
 def write_to_sink(rows: DataFrame, action: ActionSettings) -> DataStreamWriter:

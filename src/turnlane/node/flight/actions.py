@@ -263,6 +263,12 @@ class Actions:
         caller.check(Right.READ, planned.queue)
         return {"batch": planned.batch}
 
+    def stalled(self, command: messages.QueueCommand, caller: Caller) -> Answer:
+        """Count that the lane of a queue has stalled, for the metrics."""
+        del caller
+        self._node.lanes.count_stall(self._node.queue(command.queue).name)
+        return {}
+
     def purge(self, command: messages.PurgeCommand, caller: Caller) -> Answer:
         """Throw events away, after an entry in the audit log."""
         queue = self._node.queue(command.queue)
@@ -368,6 +374,7 @@ ACTIONS: Final = {
     "commit": _Action(messages.CommitCommand, Actions.commit),
     "plan": _Action(messages.PlanCommand, Actions.plan, Right.READ),
     "planned": _Action(messages.LaneRunCommand, Actions.planned),
+    "stalled": _Action(messages.QueueCommand, Actions.stalled, Right.READ),
     "purge": _Action(messages.PurgeCommand, Actions.purge, Right.ADMIN),
     "permit": _Action(messages.PermitCommand, Actions.permit, Right.READ),
     "report": _Action(messages.ReportCommand, Actions.report, Right.READ),
