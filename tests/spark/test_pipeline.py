@@ -242,7 +242,8 @@ def test_checkpoint_given_as_a_path_is_found_again(
     rows = spark.read.parquet(str(tmp_path / "archive")).collect()
     assert sorted(int(row.message.split()[1]) for row in rows) == list(range(16))
     [checkpoint] = (each for each in odd.iterdir() if each.name.startswith("archive-"))
-    assert len(list((checkpoint / "commits").glob("[0-9]*"))) == 2
+    # On a busy machine the first batch may have no events.
+    assert len(list((checkpoint / "commits").glob("[0-9]*"))) >= 2
     assert [each.name for each in tmp_path.glob("checkpoints*")] == [odd.name]
 
 
