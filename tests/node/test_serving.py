@@ -54,10 +54,10 @@ def test_unusable_tls_file_is_named(certificates: Certificates, tmp_path: Path) 
     for fields, said in (
         ({"cert": missing}, rf"tls.cert: {missing}: No such file"),
         ({"key": missing}, rf"tls.key: {missing}: No such file"),
-        ({"cert": junk}, rf"tls.cert: {junk} holds no certificate"),
+        ({"cert": junk}, rf"tls.cert: {junk} contains no certificate"),
         ({"key": junk}, rf"tls.key: {junk} "),
         ({"key": other}, rf"tls.key: {other} is not the key of {cert}"),
-        ({"client_ca": junk}, rf"tls.client_ca: {junk} holds no certificate"),
+        ({"client_ca": junk}, rf"tls.client_ca: {junk} contains no certificate"),
     ):
         settings = TlsSettings(**certificates.server_knob() | fields)
         with pytest.raises(ConfigError, match=said):

@@ -594,7 +594,7 @@ def test_errors_of_sqlite_say_whether_the_events_are_the_cause(tmp_path: Path) -
     ("knobs", "message"),
     [
         ({"url": "oracle://a/b"}, "must be a URL such as postgresql://"),
-        ({"url": "postgresql://user:secret@host/db"}, "holds a password"),
+        ({"url": "postgresql://user:secret@host/db"}, "contains a password"),
         ({"url": "sqlite://file.db"}, "sqlite:///file.db"),
         ({"table": 'a"; DROP TABLE b'}, "pattern"),
         ({"columns": {}}, "at least 1"),

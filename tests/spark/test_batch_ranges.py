@@ -42,7 +42,7 @@ def test_ranges_cover_the_batch(
 ) -> None:
     start = {node: first for node, (first, _) in given_extents.items()}
     end = {node: first + count for node, (first, count) in given_extents.items()}
-    slices = cut_into_ranges(start, end, at_least=least, at_most=most, per=per)
+    slices = cut_into_ranges(start, end, at_least=least, at_most=most, events_per_task=per)
     for node, first in start.items():
         own = [each for each in slices if each.node == node]
         at = first
@@ -54,7 +54,9 @@ def test_ranges_cover_the_batch(
 
 def test_number_of_tasks_follows_the_backlog() -> None:
     def tasks(events: int) -> int:
-        return len(cut_into_ranges({0: 5}, {0: 5 + events}, at_least=1, at_most=4, per=100))
+        return len(
+            cut_into_ranges({0: 5}, {0: 5 + events}, at_least=1, at_most=4, events_per_task=100)
+        )
 
     assert [tasks(n) for n in (0, 1, 100, 101, 300, 10_000)] == [0, 1, 1, 2, 3, 4]
 
@@ -66,7 +68,7 @@ def test_requested_number_of_tasks_is_reached(
     start = {node: first for node, (first, _) in given_extents.items()}
     counts = {node: count for node, (_, count) in given_extents.items() if count}
     end = {node: first + given_extents[node][1] for node, first in start.items()}
-    tasks = len(cut_into_ranges(start, end, at_least=asked, at_most=asked, per=per))
+    tasks = len(cut_into_ranges(start, end, at_least=asked, at_most=asked, events_per_task=per))
     assert tasks == max(min(asked, sum(counts.values())), len(counts))
 
 
@@ -87,7 +89,7 @@ def test_filters_on_offset_and_partition_limit_the_range() -> None:
     assert rest == kept
     start, end = bounds.apply({0: 0, 1: 20, 2: 0}, {0: 100, 1: 25, 2: 100})
     assert (start, end) == ({0: 11, 1: 20}, {0: 30, 1: 25})
-    assert cut_into_ranges(start, end, at_least=1, at_most=1, per=1000) == [
+    assert cut_into_ranges(start, end, at_least=1, at_most=1, events_per_task=1000) == [
         NodeRange(0, 11, 30),
         NodeRange(1, 20, 25),
     ]

@@ -55,7 +55,7 @@ class TestTaskSpans:
     def test_tasks_have_all_events_once_in_order(
         self, batch: dict[int, list[Span]], most: int, per: int
     ) -> None:
-        shares = split_into_tasks(batch, Ordering.NONE, at_most=most, per=per)
+        shares = split_into_tasks(batch, Ordering.NONE, at_most=most, events_per_task=per)
         for node, spans in batch.items():
             mine = [
                 offset for each in shares if each.node == node for offset in offsets(each.spans)
@@ -65,17 +65,17 @@ class TestTaskSpans:
 
     @given(scattered, st.integers(1, 8))
     def test_tasks_by_key_have_all_offsets(self, spans: list[Span], most: int) -> None:
-        shares = split_into_tasks({0: spans}, Ordering.KEY, at_most=most, per=10)
+        shares = split_into_tasks({0: spans}, Ordering.KEY, at_most=most, events_per_task=10)
         assert [each.part for each in shares] == list(range(shares[0].parts))
         assert all(each.spans == tuple(spans) for each in shares)
 
     def test_strict_order_has_one_task_per_node(self) -> None:
         batch = {0: [(0, 1000)], 1: [(5, 10)], 2: []}
         expected = [TaskSpans(0, ((0, 1000),)), TaskSpans(1, ((5, 10),))]
-        assert split_into_tasks(batch, Ordering.STRICT, at_most=8, per=1) == expected
+        assert split_into_tasks(batch, Ordering.STRICT, at_most=8, events_per_task=1) == expected
 
     def test_empty_batch_has_no_tasks(self) -> None:
-        assert split_into_tasks({0: []}, Ordering.NONE, at_most=8, per=1) == []
+        assert split_into_tasks({0: []}, Ordering.NONE, at_most=8, events_per_task=1) == []
 
     @given(scattered)
     def test_spans_are_read_in_few_ranges_without_other_events(self, spans: list[Span]) -> None:

@@ -68,7 +68,7 @@ class TestStatements:
         assert run_command("sql", statement, "--url", db.url) == "cli_mails\n"
         assert "cli_mails\n" in run_command("sql", "-", "--url", db.url, stdin="SHOW QUEUES")
         assert {"queue": "cli_mails"} in run_json("sql", "SHOW QUEUES", "--url", db.url)
-        assert "there is a queue" in run_command("sql", statement, "--url", db.url, code=1)
+        assert "already has a queue" in run_command("sql", statement, "--url", db.url, code=1)
         run_command("sql", "DROP QUEUE cli_mails", "--url", db.url)
         assert "cli_mails" not in run_command("sql", "SHOW QUEUES", "--url", db.url)
 

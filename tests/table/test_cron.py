@@ -89,7 +89,7 @@ def test_daily_expression_comes_after_the_moment_and_within_a_day(
         ("* 5-1 * * *", "hour: '5-1' matches no value"),
         ("1,,2 * * * *", "minute: '' is not"),
         ("\u0663 * * * *", "minute: '\u0663' is not"),
-        ("0 0 30 2 *", "day of the month: '30' does not come in month '2'"),
+        ("0 0 30 2 *", "day of the month: '30' does not occur in month '2'"),
     ],
 )
 def test_invalid_expression_error_names_the_field(text: str, words: str) -> None:

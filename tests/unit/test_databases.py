@@ -54,7 +54,7 @@ def test_a_wrong_url_is_refused_without_its_password(url: str, message: str) -> 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("mysql://u:secret@h/d", "holds a password"),
+        ("mysql://u:secret@h/d", "contains a password"),
         ("mysql://u@h/d?pool=3", "there is no option 'pool'; there are unix_socket, ssl_ca, "),
         ("mariadb://u@h/d?read_timeout=0", "read_timeout is a number of seconds, not '0'"),
     ],

@@ -229,7 +229,7 @@ class Credentials:
                 try:
                     context.load_verify_locations(path)
                 except ssl.SSLError:
-                    raise ConfigError(knob, f"{path} holds no certificate (PEM)") from None
+                    raise ConfigError(knob, f"{path} contains no certificate (PEM)") from None
         if self.tls_cert is not None and self.tls_key is not None:
             try:
                 # No passphrase: without this, OpenSSL would ask for one at the terminal.

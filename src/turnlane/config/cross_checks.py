@@ -427,7 +427,7 @@ def _find_join_issue(
     if name == MAIN:
         return f"the main lane reads this queue, {_USE_ANOTHER_QUEUE}"
     if name in dead_letters:
-        return "dead letters wait here for a person, and a join would take them away"
+        return "dead letters wait here until a person handles them, and a join would take them away"
     if name in readers:
         return f"the lane of action {name!r} reads this queue, {_USE_ANOTHER_QUEUE}"
     return None

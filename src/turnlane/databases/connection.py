@@ -90,7 +90,7 @@ def _raise_translated(kind: ErrorKind, error: Exception) -> NoReturn:
     if kind is ErrorKind.READ_ONLY:
         raise DatabaseReadOnly(f"the database is read-only: {message}") from error
     if _is_name_taken(kind, error):
-        raise NameTaken(f"an event of this name is in the queue: {message}") from error
+        raise NameTaken(f"the queue already has an event with this name: {message}") from error
     raise error
 
 

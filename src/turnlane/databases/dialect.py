@@ -273,7 +273,7 @@ def check_url_setting(url: str) -> str:
     Raises ``ValueError`` if it has a password, or an option that MySQL's dialect does not have.
     """
     if urlsplit(url).password:
-        raise ValueError("holds a password; name it with password_env or password_file")
+        raise ValueError("contains a password; set password_env or password_file instead")
     if get_dialect_name(url) == "mysql":
         parse_mysql_options(url)
     return url

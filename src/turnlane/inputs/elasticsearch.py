@@ -80,7 +80,7 @@ def _parse_action(line: bytes) -> tuple[str, str | None, str | None]:
         raise ValueError('it has to be an object such as {"index": {"_id": "1"}}')
     [(action, fields)] = content.items()
     if action not in _ACTIONS or not isinstance(fields, dict):
-        raise ValueError(f"{action!r} is none of {', '.join(sorted(_ACTIONS))}")
+        raise ValueError(f"{action!r} is not one of {', '.join(sorted(_ACTIONS))}")
     key = _get_text(fields, "_id")
     if key is None and action in _WITH_ID:
         raise ValueError(f"{action} needs an _id")

@@ -181,7 +181,7 @@ def _refusal(message: str, *, known: bool) -> NotAllowed:
 
 _REASONS: Final = {
     "KEY_VALUES_MISMATCH": "is not the key of {cert}",
-    "NO_START_LINE": "holds no PEM block",
+    "NO_START_LINE": "contains no PEM block",
     "BAD_DECRYPT": "is encrypted with a passphrase, which is not supported",
 }
 
@@ -240,4 +240,4 @@ def _load_authorities(context: ssl.SSLContext, path: Path, knob: str) -> None:
     try:
         context.load_verify_locations(path)
     except ssl.SSLError:
-        raise ConfigError(knob, f"{path} holds no certificate that can be read (PEM)") from None
+        raise ConfigError(knob, f"{path} contains no certificate that can be read (PEM)") from None

@@ -81,27 +81,27 @@ class QueryPosition:
 
     def to_offset(self) -> Offset:
         """Encode the position for Spark."""
-        offset = _text_keys(self.offsets)
+        offset = _convert_keys_to_text(self.offsets)
         if self.starts:
-            offset[START_FIELD] = _text_keys(self.starts)
+            offset[START_FIELD] = _convert_keys_to_text(self.starts)
         if self.queue_ids:
-            offset[QUEUE_IDS_FIELD] = _text_keys(self.queue_ids)
+            offset[QUEUE_IDS_FIELD] = _convert_keys_to_text(self.queue_ids)
         return offset
 
-    def start_at(self, first: Positions, extents: Mapping[int, QueueEnds]) -> QueryPosition:
+    def start_at(self, first: Positions, ends: Mapping[int, QueueEnds]) -> QueryPosition:
         """Return the position after reading starts, or starts again, on some nodes."""
-        later = {node: at for node, at in first.items() if at > extents[node].low}
+        later = {node: at for node, at in first.items() if at > ends[node].low}
         others = {node: at for node, at in self.starts.items() if node not in first}
-        queue_ids = {node: extents[node].queue_id for node in first}
+        queue_ids = {node: ends[node].queue_id for node in first}
         return QueryPosition({**self.offsets, **first}, others | later, self.queue_ids | queue_ids)
 
     def advance_to(self, offsets: Positions) -> QueryPosition:
         """Return the position after reading up to these offsets."""
         return replace(self, offsets={**self.offsets, **offsets})
 
-    def add_queue_ids(self, extents: Mapping[int, QueueEnds]) -> QueryPosition:
+    def add_queue_ids(self, ends: Mapping[int, QueueEnds]) -> QueryPosition:
         """Return the position with the ids of queues whose ids it does not have yet."""
-        found = {node: each.queue_id for node, each in extents.items() if node in self.offsets}
+        found = {node: each.queue_id for node, each in ends.items() if node in self.offsets}
         return replace(self, queue_ids={**self.queue_ids, **found, **self.queue_ids})
 
     def is_other_queue(self, node: int, queue_id: str) -> bool:
@@ -109,7 +109,7 @@ class QueryPosition:
         return self.queue_ids.get(node, queue_id) != queue_id
 
 
-def _text_keys(part: Mapping[int, Any]) -> dict[str, Any]:
+def _convert_keys_to_text(part: Mapping[int, Any]) -> dict[str, Any]:
     return {str(node): each for node, each in part.items()}
 
 
@@ -139,15 +139,15 @@ def limit_ends(start: Positions, end: Positions, limit: int | None) -> dict[int,
 
 
 def cut_into_ranges(
-    start: Positions, end: Positions, *, at_least: int, at_most: int, per: int
+    start: Positions, end: Positions, *, at_least: int, at_most: int, events_per_task: int
 ) -> list[NodeRange]:
-    """Divide a batch among tasks: one more task for each ``per`` events, none without events.
+    """Divide a batch among tasks: one for each ``events_per_task`` events, none without events.
 
     A range belongs to one node, so there may be more than ``at_most`` if there are more nodes. No
     range is empty, so there may be fewer than ``at_least``.
     """
     events = {node: end[node] - start[node] for node in start if end[node] > start[node]}
-    wanted = min(max(at_least, -(-sum(events.values()) // per)), max(at_most, at_least))
+    wanted = min(max(at_least, -(-sum(events.values()) // events_per_task)), max(at_most, at_least))
     tasks = divide_tasks(wanted, events)
     ranges = []
     for node, count in sorted(events.items()):
@@ -181,10 +181,11 @@ class TaskSpans(NamedTuple):
     """If several tasks have the same offsets, each delivers the keys that hash to its part."""
 
 
-def select_batch(pending: PendingSpans, events: int, newest: float) -> dict[int, list[Span]]:
+def select_batch(pending: PendingSpans, events: int, newest_share: float) -> dict[int, list[Span]]:
     """Select at most ``events`` of the pending events, in equal parts from all nodes.
 
-    If there are more, ``newest`` is the share of the newest events; the others are the oldest.
+    If there are more, a share ``newest_share`` of the batch is the newest events, the rest the
+    oldest.
     """
     backlog = {node: count_offsets(spans) for node, spans in pending.items()}
     allowed = limit_ends(dict.fromkeys(backlog, 0), backlog, events)
@@ -193,20 +194,21 @@ def select_batch(pending: PendingSpans, events: int, newest: float) -> dict[int,
         if backlog[node] <= allowed[node]:
             batch[node] = list(spans)
         else:
-            fresh = int(allowed[node] * newest)
-            batch[node] = take_oldest(spans, allowed[node] - fresh) + take_newest(spans, fresh)
+            newest_count = int(allowed[node] * newest_share)
+            oldest = take_oldest(spans, allowed[node] - newest_count)
+            batch[node] = oldest + take_newest(spans, newest_count)
     return batch
 
 
 def split_into_tasks(
-    batch: PendingSpans, ordering: Ordering, *, at_most: int, per: int
+    batch: PendingSpans, ordering: Ordering, *, at_most: int, events_per_task: int
 ) -> list[TaskSpans]:
-    """Divide a batch among tasks: one more task for each ``per`` events, none without events.
+    """Divide a batch among tasks: one for each ``events_per_task`` events, none without events.
 
     With ``Ordering.KEY`` a key never is in two tasks; with ``Ordering.STRICT`` a node has one task.
     """
     counts = {node: count_offsets(spans) for node, spans in batch.items() if spans}
-    tasks = divide_tasks(min(-(-sum(counts.values()) // per), at_most), counts)
+    tasks = divide_tasks(min(-(-sum(counts.values()) // events_per_task), at_most), counts)
     found: list[TaskSpans] = []
     for node, count in sorted(counts.items()):
         spans = tuple(batch[node])
@@ -248,16 +250,16 @@ class BatchSize:
         """Create the size of the first batch: ``most``, because no rate is known."""
         return cls(most, min(least, most), most, seconds)
 
-    def adjust(self, planned: int, kept: int, took: float) -> Self:
-        """Return the size after a batch of ``planned`` events that kept ``kept`` for later."""
-        done = planned - kept
+    def adjust(self, planned: int, deferred: int, elapsed: float) -> Self:
+        """Return the size after a batch of ``planned`` events, of which ``deferred`` are left."""
+        done = planned - deferred
         if not done:
             return self  # Nothing was sent, so the rate is still unknown.
-        if not kept:
-            quick = took < self.seconds * QUICK_SHARE
+        if not deferred:
+            quick = elapsed < self.seconds * QUICK_SHARE
             events = self.events * (GROWTH if quick else SLOW_GROWTH)
         else:
             # Tasks sent for at most `seconds`; Spark used the rest of the time.
-            sending = min(max(took, 0.001), self.seconds)
+            sending = min(max(elapsed, 0.001), self.seconds)
             events = int(done / sending * self.seconds)
         return replace(self, events=max(self.least, min(events, self.most)))

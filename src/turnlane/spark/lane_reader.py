@@ -139,7 +139,7 @@ class LaneReader(DataSourceStreamReader):
             self._batch,
             options.ordering,
             at_most=options.workers or max(2, options.min_partitions),
-            per=options.worker_minimum_events,
+            events_per_task=options.worker_minimum_events,
         )
         return [InputPartition(task) for task in tasks]
 

@@ -119,7 +119,7 @@ class QueueScan:
             end,
             at_least=options.min_partitions,
             at_most=options.workers or max(2, options.min_partitions),
-            per=options.worker_minimum_events,
+            events_per_task=options.worker_minimum_events,
         )
         return [InputPartition(piece) for piece in pieces]
 

@@ -51,7 +51,7 @@ class QueueCatalog(Closeable):
         if definition.name in self.list_names():
             if if_not_exists:
                 return False
-            raise QueueExists(f"there is a queue {definition.name!r} in this database")
+            raise QueueExists(f"this database already has a queue {definition.name!r}")
         self._run_all(
             [
                 *self._queue_sql.create_table(definition),

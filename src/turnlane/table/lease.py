@@ -100,7 +100,7 @@ class LeaderLease:
         self._is_suspended = True
 
     def forget(self) -> None:
-        """Give up the lease without a word to the database: another manager has it."""
+        """Give up the lease without writing to the database: another manager has it."""
         self.token = None
 
     def release(self) -> None:

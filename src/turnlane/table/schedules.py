@@ -104,7 +104,7 @@ class Cron:
         # 2024 was a leap year.
         has_day = any(_count_days(2024, month) >= min(days) for month in months)
         if not matches_either_day and not has_day:
-            raise ValueError(f"day of the month: {parts[2]!r} does not come in month {parts[3]!r}")
+            raise ValueError(f"day of the month: {parts[2]!r} does not occur in month {parts[3]!r}")
         sunday_is_zero = frozenset(day % 7 for day in weekdays)
         has_fixed_hours = not parts[1].startswith("*")
         return cls(

@@ -44,7 +44,7 @@ class KeyRange:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end <= KEYSPACE_SIZE:
-            raise ValueError(f"{self} is not a key range: it holds nothing")
+            raise ValueError(f"{self} is not a key range: it is empty")
 
     @classmethod
     def parse(cls, text: str) -> Self:
