@@ -332,7 +332,8 @@ class OverflowBuffer:
         with self._lock:
             waiting = self._waiting.setdefault(name, deque())
             sizes = {
-                each: sum(block.nbytes for block in found) for each, found in self._waiting.items()
+                queue: sum(block.nbytes for block in backlog)
+                for queue, backlog in self._waiting.items()
             }
             for block in blocks:
                 if block.num_rows:
@@ -354,8 +355,8 @@ class OverflowBuffer:
         log.warning(
             "dead_letters.wait_in_memory", queue=name, hint="the queue is full or its disk fails"
         )
-        for each, events in (+lost).items():
-            self._drop(each, events)
+        for queue, events in (+lost).items():
+            self._drop(queue, events)
 
     def drain(self) -> int:
         """Publish as many events as the queues take; return the number."""
