@@ -24,8 +24,8 @@ import pytest
 from turnlane.ledger import Outcome
 from turnlane.storage.disk_io import Buffers, Disk
 from turnlane.storage.frames import LogPosition, ProducerSequence
-from turnlane.storage.journal import JOURNAL_FILES, Journal
-from turnlane.storage.journal_records import JournalState
+from turnlane.storage.journal import Journal
+from turnlane.storage.journal_records import JOURNAL_FILES, JournalState
 from turnlane.storage.producer_sequences import AcceptedSequences
 from turnlane.testing import FaultyDisk
 

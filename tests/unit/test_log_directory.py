@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import google_crc32c
 import pyarrow as pa
 import pytest
 
@@ -46,10 +47,12 @@ def content(path: Path) -> dict[str, bytes]:
 def test_new_directory_gets_a_permanent_identity(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "orders"
     with QueueDirectory.open(path, DISK) as made:
+        checked = f"1\n{made.queue_id}\norders"
         assert json.loads((path / "queue.json").read_bytes()) == {
             "format": 1,
             "queue_id": made.queue_id,
             "name": "orders",
+            "crc": f"{google_crc32c.value(checked.encode()):08x}",
         }
         assert len(bytes.fromhex(made.queue_id)) == 16
     with QueueDirectory.open(path, DISK, name="another") as found:

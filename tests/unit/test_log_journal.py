@@ -20,8 +20,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from turnlane.ledger import Outcome
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.frames import LogPosition, ProducerSequence
-from turnlane.storage.journal import JOURNAL_FILES, Journal
-from turnlane.storage.journal_records import MAX_PRODUCERS, JournalState, encode_snapshot
+from turnlane.storage.journal import Journal
+from turnlane.storage.journal_records import (
+    JOURNAL_FILES,
+    MAX_PRODUCERS,
+    JournalState,
+    encode_snapshot,
+)
 from turnlane.storage.producer_sequences import AcceptedSequences
 from turnlane.testing import FaultyDisk
 

@@ -24,6 +24,7 @@ from turnlane.storage.disk_io import Disk
 from turnlane.storage.frames import LogPosition, ProducerSequence
 from turnlane.storage.journal_records import (
     HEADER_SIZE,
+    JOURNAL_FILES,
     RECORD_SIZE,
     JournalState,
     apply_records,
@@ -40,8 +41,6 @@ from turnlane.storage.journal_records import (
     sign_record,
 )
 from turnlane.storage.producer_sequences import AcceptedSequences, UnwrittenSequences
-
-JOURNAL_FILES = ("journal.a", "journal.b")
 
 JOURNAL_FILE_SIZE = 1 << 20
 """Room for about 21,000 records: files rarely change, and replaying one takes 0.1 s."""

@@ -20,6 +20,8 @@ from turnlane.ledger import Outcome
 from turnlane.storage.frames import LogPosition, ProducerSequence
 from turnlane.storage.producer_sequences import AcceptedSequences
 
+JOURNAL_FILES = ("journal.a", "journal.b")
+
 MAX_PRODUCERS = 10_000
 """Only the most recent producers are remembered. A forgotten producer may repeat events."""
 
@@ -308,12 +310,21 @@ def parse_header(data: bytes) -> tuple[int, int, int] | None:
 
 def parse_payload(payload: bytes, checksum: int, queue_id: str) -> JournalState | None:
     """Return the state in a snapshot; ``None`` if it is damaged, or another queue's."""
+    if parse_queue_id(payload, checksum) != queue_id:
+        return None
+    try:
+        return _parse_state(json.loads(payload))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def parse_queue_id(payload: bytes, checksum: int) -> str | None:
+    """Return the id of the queue whose snapshot this is; ``None`` if it is damaged."""
     if google_crc32c.value(payload) != checksum:
         return None
     try:
-        values = json.loads(payload)
-        return _parse_state(values) if values["queue_id"] == queue_id else None
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return str(json.loads(payload)["queue_id"])
+    except (ValueError, KeyError, TypeError):
         return None
 
 

@@ -181,7 +181,7 @@ class LogReader:
             schema = read_segment_schema(self._disk, self._fd)
             if schema is None:
                 return self._give_up_segment(segment, offset, limit, Outcome.CORRUPT)
-            if schema.queue_id != self._queue_id:
+            if schema.is_foreign(self._queue_id, segment.first):
                 return self._give_up_segment(
                     segment, offset, limit, Outcome.MISSING, is_foreign=True
                 )

@@ -1,8 +1,8 @@
 """Two repairs of the log: recovery when it is opened, and the rewrite after a failed sync.
 
 Recovery finds the log's end, sets aside torn or foreign files, and loses nothing. It reads only the
-last segment's frames after the journal's hint, so it takes the same time however much is stored.
-The log always opens.
+schema of each segment, and the last segment's frames after the journal's hint. The log always
+opens.
 
 The rewrite trusts only bytes that can be read back. After a failed sync the kernel may have dropped
 the pages that it could not write and call them clean: a second sync would succeed and mean nothing.
@@ -38,7 +38,6 @@ from turnlane.storage.segments import (
     InvalidRegionKind,
     Segment,
     SegmentCatalog,
-    SegmentSchema,
     ValidFrame,
     encode_schema_frame,
     format_segment_name,
@@ -90,13 +89,15 @@ class LogRecovery:
         for first in firsts:
             path = self._directory / format_segment_name(first)
             with self._disk.open_file(path) as fd:
-                found.segments.append(Segment(first, path, self._disk.size(fd), first))
+                segment = Segment(first, path, self._disk.size(fd), first)
+                schema = read_segment_schema(self._disk, fd)
+            # All of them: a reader stops in a segment where the next one begins by its name.
+            if schema is not None and schema.is_foreign(self._queue_id, first):
+                rename_foreign_segment(path, self._disk)
+            else:
+                found.segments.append(segment)
         while found.segments and not self._can_continue_in(found.segments[-1]):
             found.segments.pop()
-        while len(found.segments) > 1 and self._set_aside_if_foreign(
-            found.segments[0], self._read_schema(found.segments[0])
-        ):
-            del found.segments[0]
         if found.segments:
             self._collect_from_earlier_segments(hint)
             self._recover_last_segment(found.segments[-1], hint)
@@ -119,10 +120,12 @@ class LogRecovery:
                     self._disk.unlink(path)
 
     def _can_continue_in(self, segment: Segment) -> bool:
-        """Whether the last segment can be read and is this queue's; if not, it is set aside."""
-        schema = self._read_schema(segment)
+        """Whether the last segment can be read; if not, it is set aside."""
+        with self._disk.open_file(segment.path) as fd:
+            schema = read_segment_schema(self._disk, fd)
         if schema is not None:
-            return not self._set_aside_if_foreign(segment, schema)
+            segment.schema, segment.data_start = schema.schema, schema.stored_size
+            return True
         # Torn at its creation, or damaged. Its offsets count: they must not be used again.
         end = segment.first
         with self._disk.open_file(segment.path) as fd:
@@ -136,19 +139,6 @@ class LogRecovery:
         else:
             self._disk.unlink(segment.path)
         return False
-
-    def _set_aside_if_foreign(self, segment: Segment, schema: SegmentSchema | None) -> bool:
-        if schema is None:
-            return False  # it is not the last one: a reader handles it when it comes there
-        if schema.queue_id == self._queue_id:
-            segment.schema, segment.data_start = schema.schema, schema.stored_size
-            return False
-        rename_foreign_segment(segment.path, self._disk)
-        return True
-
-    def _read_schema(self, segment: Segment) -> SegmentSchema | None:
-        with self._disk.open_file(segment.path) as fd:
-            return read_segment_schema(self._disk, fd)
 
     def _collect_from_earlier_segments(self, hint: LogPosition | None) -> None:
         """Collect the sequences of the frames after the hint in all segments but the last."""
@@ -219,7 +209,7 @@ class LogRecovery:
 
 
 def rename_foreign_segment(path: Path, disk: Disk) -> None:
-    """Rename a segment of another queue to a free name that ends in ``.foreign``."""
+    """Rename a segment that is not this queue's, or misnamed, to a name ending in ``.foreign``."""
     target = path.with_name(path.name + ".foreign")
     number = 0
     while target.exists():
@@ -227,9 +217,8 @@ def rename_foreign_segment(path: Path, disk: Disk) -> None:
         target = path.with_name(f"{path.name}.{number}.foreign")
     disk.rename(path, target)
     disk.sync_directory(path.parent)
-    log.warning(
-        "segment.foreign", file=path, renamed=target.name, hint="the chunk is another queue's"
-    )
+    hint = "the chunk is another queue's, or a copy under a wrong name"
+    log.warning("segment.foreign", file=path, renamed=target.name, hint=hint)
 
 
 # ── rewrite after a failed sync ──────────────────────────────────────────────────────────────────

@@ -96,6 +96,12 @@ class SegmentSchema(NamedTuple):
     queue_id: str
     stored_size: int
     """The bytes of the schema frame; the first frame with events begins there."""
+    first: int
+    """The offset with which the segment was created: its name."""
+
+    def is_foreign(self, queue_id: str, name: int) -> bool:
+        """Whether the segment is another queue's, or a copy that has another segment's name."""
+        return self.queue_id != queue_id or self.first != name
 
 
 def encode_schema_frame(schema: pa.Schema, first: int, queue_id: str) -> list[BufferLike]:
@@ -128,7 +134,7 @@ def read_segment_schema(disk: Disk, fd: int) -> SegmentSchema | None:
         found = metadata[_FORMAT].decode(errors="replace")
         raise NotAQueue(f"the chunk has format {found}; this version of turnlane reads format 1")
     queue_id = metadata.get(_QUEUE_ID, b"").decode(errors="replace")
-    return SegmentSchema(schema.remove_metadata(), queue_id, header.stored_size)
+    return SegmentSchema(schema.remove_metadata(), queue_id, header.stored_size, header.first)
 
 
 # ── scan ─────────────────────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,6 @@ always adds up. An event that is neither settled nor in the log then shows as a 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,12 +17,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from turnlane.intervals import RangeSet
 from turnlane.ledger import Ledger, Outcome, OutcomeTotals
-from turnlane.storage.directory import IDENTITY_FILE, QUARANTINE
+from turnlane.storage.directory import IDENTITY_FILE, QUARANTINE, read_identity_files
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.frames import LogPosition
-from turnlane.storage.journal import JOURNAL_FILES
 from turnlane.storage.journal_records import (
     HEADER_SIZE,
+    JOURNAL_FILES,
     RECORD_SIZE,
     JournalState,
     apply_records,
@@ -320,8 +319,8 @@ _DESCRIPTIONS = {
         "repair moves the chunk to quarantine and counts its events as lost",
     ),
     FindingKind.FOREIGN: (
-        "the chunk belongs to another queue",
-        "move it back to its queue; repair renames it to ….foreign",
+        "the chunk belongs to another queue, or is a copy under a wrong name",
+        "move it back to its place; repair renames it to ….foreign",
     ),
     FindingKind.MISSING: (
         "these events are in no chunk",
@@ -413,7 +412,7 @@ class Verification:
         events = self._count_unaccounted(damage.first, end)
         if damage.why:
             what = f"{what} ({damage.why})"
-        is_harmless = not events and not self._must_be_set_aside(damage)
+        is_harmless = not events and damage.kind is not FindingKind.FOREIGN
         if is_harmless and damage.kind is FindingKind.MISSING:
             return
         yield Finding(
@@ -428,13 +427,6 @@ class Verification:
             end=end,
             events=events,
         )
-
-    def _must_be_set_aside(self, damage: Damage) -> bool:
-        """Whether it is a segment of another queue that the next open sets aside."""
-        segment = damage.segment
-        if damage.kind is not FindingKind.FOREIGN or segment is None:
-            return False
-        return segment.is_trailing or segment is self._queue.segments[0]
 
     def _describe_torn_tail(self, torn: Sequence[Damage]) -> Finding:
         start, last = torn[0], torn[-1]
@@ -452,7 +444,7 @@ class Verification:
         )
 
     def _check_before_log(self) -> Iterator[Finding]:
-        segments = self._queue.segments
+        segments = [segment for segment in self._queue.segments if not segment.foreign]
         low = self._queue.low(self._state)
         if segments and low < segments[0].first:
             name, end = format_segment_name(low), segments[0].first
@@ -491,17 +483,27 @@ class Verification:
     # The other files
 
     def _check_identity(self) -> Iterator[Finding]:
-        path = self._queue.path / IDENTITY_FILE
-        if not path.exists():
-            what = "is missing; the queue's id is taken from its chunks"
-        elif not _is_identity(path.read_bytes()[: 1 << 16]):
-            what = "cannot be read; the queue's id is taken from its chunks"
-        else:
-            return
+        queue = self._queue
+        files = read_identity_files(queue.path, queue.disk)
+        has_checksum = any(file.has_checksum for file in files.values())  # old directories: none
         todo = "repair, or the next open, writes a new one"
-        yield Finding(
-            FindingKind.IDENTITY, fault=True, file=IDENTITY_FILE, byte=0, what=what, todo=todo
-        )
+        if not queue.queue_id:
+            todo = "restore it from a backup: nothing else tells the queue's id"
+        for name, file in files.items():
+            if file.data is None and (name == IDENTITY_FILE or has_checksum):
+                what = "is missing"
+            elif file.data is not None and file.identity is None:
+                what = "is damaged"
+            elif file.identity and file.identity.queue_id != queue.queue_id:
+                what = "is damaged, or another queue's"
+            elif file.identity and has_checksum and not file.has_checksum:
+                what = "has lost its checksum"
+            else:
+                continue
+            is_fault = name == IDENTITY_FILE or file.data is not None
+            if is_fault and queue.queue_id:
+                what += "; the queue's id is known from its copy, its chunks or its journal"
+            yield Finding(FindingKind.IDENTITY, is_fault, name, 0, what, todo)
 
     def _check_journal(self) -> list[Finding]:
         """Check the files, several times if the queue runs, because they change in between."""
@@ -544,14 +546,6 @@ def _is_behind(damage: Damage, position: LogPosition | None) -> bool:
     if position is None or damage.segment is None or position.segment < damage.segment.first:
         return True
     return position.segment == damage.segment.first and damage.byte >= position.byte
-
-
-def _is_identity(data: bytes) -> bool:
-    try:
-        values = json.loads(data)
-        return all(isinstance(values[name], str) for name in ("queue_id", "name"))
-    except (ValueError, KeyError, TypeError):
-        return False
 
 
 def _describe_loss(what: str, first: int, end: int, events: int) -> str:

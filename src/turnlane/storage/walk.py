@@ -144,6 +144,7 @@ class SegmentFile:
     schema: SegmentSchema | None
     """``None`` if the schema frame is damaged."""
     foreign: bool = False
+    """Whether it is another queue's or misnamed: an opening queue sets it aside."""
     limit: int = NO_LIMIT
     """The first offset of the next segment, where a reader goes on to it."""
     is_last: bool = False
@@ -168,18 +169,18 @@ def list_segment_files(directory: Path, disk: Disk, queue_id: str) -> list[Segme
                     schema = read_segment_schema(disk, fd)
                 except NotAQueue as error:
                     raise NotAQueue(f"{path}: {error}") from None
-                is_foreign = schema is not None and bool(queue_id) and schema.queue_id != queue_id
+                is_foreign = schema is not None and schema.is_foreign(
+                    queue_id or schema.queue_id, first
+                )
                 files.append(SegmentFile(first, path, disk.size(fd), schema, is_foreign))
-    last = max((at for at, file in enumerate(files) if file.readable), default=-1)
-    return [
-        replace(
-            file,
-            limit=files[at + 1].first if at < last else NO_LIMIT,
-            is_last=at == last,
-            is_trailing=at > last,
-        )
-        for at, file in enumerate(files)
-    ]
+    own = [file for file in files if not file.foreign]
+    last = max((at for at, file in enumerate(own) if file.readable), default=-1)
+    limits = [own[at + 1].first if at < last else NO_LIMIT for at in range(len(own))]
+    placed = {
+        file.first: replace(file, limit=limits[at], is_last=at == last, is_trailing=at > last)
+        for at, file in enumerate(own)
+    }
+    return [placed.get(file.first, file) for file in files]
 
 
 # ── walk ─────────────────────────────────────────────────────────────────────────────────────────
@@ -251,11 +252,11 @@ class SegmentWalk:
         self._disk = disk
         self._segments = segments
         self._is_wanted = is_wanted
-        self._expected = segments[0].first if segments else 0
+        self._expected = next((each.first for each in segments if not each.foreign), 0)
 
     def __iter__(self) -> Iterator[IntactFrame | Damage]:
         for segment in self._segments:
-            if segment.foreign and segment.is_trailing:
+            if segment.foreign:
                 yield self._skip_segment(segment, FindingKind.FOREIGN, self._expected)
                 continue
             if segment.first > self._expected:
@@ -269,8 +270,6 @@ class SegmentWalk:
             with self._disk.open_file(segment.path) as fd:
                 if segment.readable:
                     yield from self._read_frames(fd, segment)
-                elif segment.foreign:
-                    yield self._skip_segment(segment, FindingKind.FOREIGN, segment.limit)
                 else:
                     end = segment.limit
                     if segment.is_trailing:
