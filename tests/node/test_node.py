@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,14 +16,13 @@ from turnlane.errors import (
     DirectoryUnusable,
     EventTooLarge,
     NoSuchQueue,
-    NotAQueue,
     QueueExists,
     SchemaMismatch,
     StorageFailed,
 )
 from turnlane.events import BASE_SCHEMA, block_of
 from turnlane.node import node as node_module
-from turnlane.node.node import Node
+from turnlane.node.node import Node, load_registry
 from turnlane.node.staging import Staging
 from turnlane.queues.api import Durability
 from turnlane.testing import FaultyDisk
@@ -123,11 +124,100 @@ def test_data_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
         Node(tmp_path / "data")
 
 
-def test_damaged_registry_is_named_and_not_changed(tmp_path: Path) -> None:
-    (tmp_path / "queues.json").write_text("{")
-    with pytest.raises(NotAQueue, match=r"queues\.json.*move it away"):
-        Node(tmp_path)
-    assert (tmp_path / "queues.json").read_text() == "{"
+def make_queues_at_run_time(data: Path) -> None:
+    """Make a node's directory with a queue of three events, and an empty one."""
+    with Node(data, {"configured": {}}) as node:
+        node.create("orders", size=500).producer(ack="persisted").publish_block(
+            block_of([b"1", b"2", b"3"])
+        )
+        node.create("small", size=7, kind="disk_assisted")
+
+
+DAMAGES = [
+    b"",
+    b"{",
+    b"[]",
+    b"7",
+    b"null",
+    b"\xa5" * 50,
+    b"[" * 100_000,
+    b'{"orders": 7, "small": {}}',
+    b'{"orders": {"size": "many"}, "small": {}}',
+    b'{"orders": {"kind": "direct"}, "small": {}}',
+    b'{"orders": {"path": "/"}, "small": {}}',
+    b'{"../orders": {}, "small": {}}',
+    None,
+]
+HIDDEN_DAMAGES = [
+    b'{"ordess": {"size": 500}, "small": {}}',
+    b'{"orders": {"dropped": ["x"]}, "small": {}}',
+    b'{"orders": {"dropped": "00"}}',
+    b"{}",
+]
+"""Only the checksum tells that something is wrong."""
+
+
+@pytest.mark.parametrize(
+    ("damage", "has_checksum"),
+    [
+        *itertools.product(DAMAGES, [True, False]),
+        *itertools.product(HIDDEN_DAMAGES, [True]),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_node_with_a_damaged_registry_starts_with_the_queues_on_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes | None, has_checksum: bool
+) -> None:
+    """It says what it could not read, keeps the file, and writes a new one."""
+    make_queues_at_run_time(tmp_path)
+    registry = tmp_path / "queues.json"
+    if not has_checksum:
+        (tmp_path / "queues.json.crc").unlink()
+    if damage is None:
+        registry.unlink()
+        registry.mkdir()
+    else:
+        registry.write_bytes(damage)
+    with Node(tmp_path, {"configured": {}}) as node:
+        assert set(node.queues()) == {"configured", "orders", "small"}
+        assert node.queue("orders").stats().ledger.pending == 3
+    (error,) = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert error.getMessage().startswith(f"node.registry_damaged file={registry}")
+    assert (tmp_path / "quarantine" / "queues.json").exists()
+    caplog.clear()
+    with Node(tmp_path, {"configured": {}}) as node:
+        assert set(node.queues()) == {"configured", "orders", "small"}
+    assert "ERROR" not in {each.levelname for each in caplog.records}
+
+
+def test_any_flipped_bit_of_the_registry_loses_no_queue(tmp_path: Path) -> None:
+    make_queues_at_run_time(tmp_path)
+    registry = tmp_path / "queues.json"
+    data = registry.read_bytes()
+    for bit in range(len(data) * 8):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        registry.write_bytes(flipped)
+        assert load_registry(tmp_path)[1]
+    with Node(tmp_path) as node:
+        assert set(node.queues()) == {"configured", "orders", "small"}
+        assert node.queue("orders").stats().ledger.pending == 3
+
+
+def test_lost_registry_is_noticed_and_written_again(tmp_path: Path) -> None:
+    make_queues_at_run_time(tmp_path)
+    (tmp_path / "queues.json").unlink()
+    with Node(tmp_path, {"configured": {}}) as node:
+        assert set(node.queues()) == {"configured", "orders", "small"}
+    assert set(json.loads((tmp_path / "queues.json").read_bytes())) == {"orders", "small"}
+
+
+def test_queue_removed_from_the_configuration_is_not_opened_by_an_intact_registry(
+    tmp_path: Path,
+) -> None:
+    make_queues_at_run_time(tmp_path)
+    with Node(tmp_path) as node:
+        assert set(node.queues()) == {"orders", "small"}
 
 
 def test_queue_is_not_created_if_the_registry_cannot_be_written(tmp_path: Path) -> None:

@@ -106,6 +106,12 @@ class Oracle:
                 if offset not in self.settling and self.is_here_to_stay(event)
             ]
             assert low <= min(kept, default=end), "what nobody has settled counts as settled"
+        else:
+            self.at = {
+                offset: event
+                for offset, event in self.at.items()
+                if offset < end or self.is_here_to_stay(event)
+            }
 
     def _balanced(self, ledger: dict[str, Any]) -> None:
         assert ledger["adds_up"], ledger

@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+import google_crc32c
 import pyarrow as pa
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
@@ -47,7 +48,7 @@ from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import ON_DISK, Kind, QueueSettings
 from turnlane.runtime import Closeable, PeriodicThread
 from turnlane.serving.body_budget import BodyBudget
-from turnlane.storage.directory import QueueDirectory, lock_directory
+from turnlane.storage.directory import Quarantine, QueueDirectory, lock_directory
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.inspection import QueueInspection
 from turnlane.storage.walk import IntactFrame, SegmentWalk
@@ -59,6 +60,8 @@ DROPPED_PREFIX: Final = ".dropped-"
 """The prefix of the directories of dropped queues."""
 REGISTRY = "queues.json"
 """The queues that were created at run time, so that a restart opens them again."""
+REGISTRY_CHECKSUM = "queues.json.crc"
+"""The CRC-32C of ``queues.json``, 8 hex digits. Without this file the content is not checked."""
 DROPPED = "dropped"
 """The key of an entry for a dropped queue. Its value is the id of the queue."""
 BY_PIPELINE = "by_pipeline"
@@ -130,6 +133,34 @@ class DroppedQueues:
         """Delete the dropped queues of an earlier process."""
         for path in self._directory.glob(DROPPED_PREFIX + "*"):
             delete_dropped_queue(path)
+
+
+def load_registry(data: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the entries of ``queues.json`` as they are, and what is wrong with the file."""
+    try:
+        text = (data / REGISTRY).read_bytes()
+    except FileNotFoundError:
+        is_lost = (data / REGISTRY_CHECKSUM).exists()
+        return {}, ["the file is missing"] if is_lost else []
+    except OSError as error:
+        return {}, [str(error.strerror or error)]
+    try:
+        entries = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return {}, [str(error)]
+    if not isinstance(entries, dict):
+        return {}, ["the file is no JSON object"]
+    try:
+        checksum = (data / REGISTRY_CHECKSUM).read_bytes()
+    except OSError:
+        checksum = None
+    is_wrong = checksum is not None and checksum != compute_registry_crc(text)
+    return entries, ["the checksum is wrong"] if is_wrong else []
+
+
+def compute_registry_crc(data: bytes) -> bytes:
+    """Return the content of ``queues.json.crc``."""
+    return b"%08x\n" % google_crc32c.value(data)
 
 
 def _read_queue_id(path: Path, disk: Disk) -> str | None:
@@ -261,6 +292,7 @@ class Node(Closeable):
         self._queues: dict[str, BufferedQueue] = {}
         self._configured = frozenset(queues or ())
         self._by_pipeline: set[str] = set()
+        self._is_registry_damaged = False
         self._dropped = DroppedQueues(data / "queues", self._disk)
         with contextlib.ExitStack() as opened:
             try:
@@ -276,6 +308,8 @@ class Node(Closeable):
             self._dropped.sweep()
             for name, knobs in {**registered, **(queues or {})}.items():
                 self._open(self._build_settings(name, knobs))
+            if self._is_registry_damaged:
+                self._replace_registry()
             self.lanes = Lanes()
             self.breakers = Breakers()
             self.audit = AuditLog(data)
@@ -411,31 +445,70 @@ class Node(Closeable):
         settings = QueueSettings.of(kind=Kind.MEMORY, name=name)  # check the name before its use
         kind = str(knobs.get("kind", Kind.DISK))
         place = {"path": self.data / "queues" / settings.name} if kind in ON_DISK else {}
-        return QueueSettings.of(**{**knobs, "name": name, "kind": kind, **place})
-
-    def _open(self, settings: QueueSettings) -> BufferedQueue:
+        settings = QueueSettings.of(**{**knobs, "name": name, "kind": kind, **place})
         if settings.kind not in (Kind.MEMORY, *ON_DISK):
             raise ConfigError("kind", f"a node cannot have {settings.kind} queues")
+        return settings
+
+    def _open(self, settings: QueueSettings) -> BufferedQueue:
         queue = open_buffered_queue(settings, clock=self._clock, disk=self._disk)
         self._queues[settings.name] = queue
         return queue
 
     def _read_registry(self) -> dict[str, dict[str, Any]]:
-        """Return the queues that were created at run time, and finish interrupted drops."""
-        path = self.data / REGISTRY
-        try:
-            entries: dict[str, dict[str, Any]] = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            return {}
-        except ValueError as error:
-            raise NotAQueue(f"{path}: {error}; move it away to start without its queues") from None
-        gone = {name: entry[DROPPED] for name, entry in entries.items() if DROPPED in entry}
-        self._dropped.ids.update(gone)
-        for name in gone:
-            self._dropped.set_aside(name)
-        found = {name: entry for name, entry in entries.items() if name not in gone}
-        self._by_pipeline = {name for name, entry in found.items() if entry.pop(BY_PIPELINE, False)}
+        """Return the queues that were created at run time, and finish interrupted drops.
+
+        A damaged file costs settings, never events: the node opens the queues that are on disk.
+        """
+        entries, problems = load_registry(self.data)
+        found: dict[str, dict[str, Any]] = {}
+        for name, entry in entries.items():
+            try:
+                knobs = dict(entry)
+                is_dropped, by_pipeline = DROPPED in knobs, knobs.pop(BY_PIPELINE, False)
+                settings = self._build_settings(name, {} if is_dropped else knobs)
+            except (ConfigError, TypeError, ValueError) as error:
+                problems.append(f"{name!r}: {error}")
+                continue
+            if is_dropped:
+                self._dropped.ids[name] = str(knobs[DROPPED])
+                self._dropped.set_aside(name)
+            elif problems and settings.path and not settings.path.exists():
+                problems.append(f"{name!r}: there is no such queue on disk")
+            else:
+                found[name] = knobs
+                if by_pipeline:
+                    self._by_pipeline.add(name)
+        if problems:
+            self._is_registry_damaged = True
+            log.error(
+                "node.registry_damaged",
+                file=self.data / REGISTRY,
+                error="; ".join(problems),
+                hint="the node opens the queues that are on disk; look at their settings",
+            )
+            found = {name: {} for name in self._list_queues_on_disk()} | found
         return found
+
+    def _list_queues_on_disk(self) -> Iterator[str]:
+        """Yield the queues that are on disk and not in the configuration."""
+        directory = self.data / "queues"
+        for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+            is_candidate = path.name not in self._configured and path.is_dir()
+            if is_candidate and not path.name.startswith(DROPPED_PREFIX):
+                if _read_queue_id(path, self._disk):
+                    yield path.name
+                else:
+                    log.error("queue.not_opened", path=path, hint="run turnlane queue verify on it")
+
+    def _replace_registry(self) -> None:
+        """Keep the damaged file in ``quarantine/`` and write a new one."""
+        try:
+            if (self.data / REGISTRY).exists():
+                Quarantine(self.data, self._disk).move(self.data / REGISTRY)
+            self._write_registry()
+        except (OSError, StorageFailed) as error:
+            log.warning("node.registry_not_replaced", file=self.data / REGISTRY, error=error)
 
     def _write_registry(self) -> None:
         entries = {
@@ -447,8 +520,10 @@ class Node(Closeable):
             if name not in self._configured
         }
         entries |= {name: {DROPPED: queue_id} for name, queue_id in self._dropped.ids.items()}
+        data = json.dumps(entries, indent=1).encode()
         try:
-            self._disk.write_whole(self.data / REGISTRY, json.dumps(entries, indent=1).encode())
+            self._disk.write_whole(self.data / REGISTRY, data)
+            self._disk.write_whole(self.data / REGISTRY_CHECKSUM, compute_registry_crc(data))
         except OSError as error:
             raise StorageFailed(f"cannot write {REGISTRY}: {error.strerror or error}") from error
 
