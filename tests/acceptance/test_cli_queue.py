@@ -32,6 +32,7 @@ from tests.acceptance.queue_commands import (
     values,
 )
 from turnlane.cli.app import app
+from turnlane.errors import NotAQueue
 from turnlane.events import block_of
 from turnlane.storage.frames import HEADER_SIZE
 
@@ -197,6 +198,34 @@ def test_verify_names_the_byte_of_a_fault_in_a_fastqueue_directory(fastqueue: Pa
     flip(chunk, 13 + 7, bit=6)
     fault = fault_of(fastqueue)
     assert (fault["file"], fault["byte"]) == (chunk.name, 13)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_fastqueue_directory_is_imported_into_a_new_queue(
+    fastqueue: Path, tmp_path: Path, version: int
+) -> None:
+    meta = fastqueue / "fastqueue.meta"
+    fields = json.loads(meta.read_bytes())
+    if version == 1:
+        fields = {name: fields[name] for name in ("reader_offset", "writer_offset")}
+    meta.write_text(json.dumps(fields | {"version": version}))
+    assert "2 events" in succeeded("import", fastqueue, tmp_path / "new")
+    with turnlane.open_queue(kind="disk", path=tmp_path / "new") as queue:
+        assert [event.value for event in queue.get(timeout=5)] == [b"second", b"\xff\x00"]
+    assert in_json("import", fastqueue, tmp_path / "all", "--all")["events"] == 3
+    again = turnlane_queue("import", fastqueue, tmp_path / "new")
+    assert (again.returncode, "exists" in again.stderr) == (2, True)
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
+def test_fastqueue_directory_is_refused_as_a_queue_and_not_changed(
+    fastqueue: Path, kind: str
+) -> None:
+    before = {file.name: file.read_bytes() for file in fastqueue.iterdir()}
+    with pytest.raises(NotAQueue, match=f"turnlane queue import {fastqueue}"):
+        turnlane.open_queue(kind=kind, path=fastqueue)
+    assert {file.name: file.read_bytes() for file in fastqueue.iterdir()} == before
 
 
 @pytest.mark.parametrize("command", ["ledger", "repair"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from turnlane.cli.console import (
     format_value,
     report_errors,
 )
+from turnlane.queues import open_buffered_queue
+from turnlane.queues.settings import QueueSettings
 from turnlane.storage.export import (
     ExportFormat,
     convert_to_rows,
@@ -276,6 +279,45 @@ def _choose_format(target: Path, kind: ExportFormat | None) -> ExportFormat:
     if target.suffix in {".jsonl", ".ndjson", ".json"}:
         return ExportFormat.JSONL
     raise typer.BadParameter(f"{target}: give --format jsonl or --format parquet")
+
+
+@queue.command(name="import")
+@report_errors
+def import_events(
+    directory: Directory,
+    target: Annotated[Path, typer.Argument(metavar="NEW", help="The new queue's directory.")],
+    *,
+    everything: All = False,
+    as_json: Json = False,
+) -> None:
+    """Copy a directory's events, also FastQueue's, into a new queue.
+
+    Exit code 1 if some could not be read.
+    """
+    if target.exists():
+        raise typer.BadParameter(f"{target}: exists; give a directory that does not")
+    inspected = open_inspection(directory)
+    selection, events = Selection(settled=everything), 0
+    unfinished = target.with_name(target.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    settings = QueueSettings.of(
+        kind="disk", path=unfinished, name=target.name, max_bytes=1 << 62, durability="interval"
+    )
+    with console.show_progress("importing", inspected.size) as advance:
+        with open_buffered_queue(settings) as copy:
+            producer = copy.producer()
+            for piece in inspected.slices(selection, advance):
+                producer.publish_block(piece.block)
+                events += len(piece.offsets)
+        unfinished.rename(target)
+    unreadable = inspected.unreadable(selection)
+    if as_json:
+        console.say_json({"output": str(target), "events": events, "unreadable": unreadable})
+    else:
+        console.say(f"{events} events copied to {target}")
+    if unreadable:
+        console.warn(f"{unreadable} events cannot be read; turnlane queue verify says why")
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @queue.command()

@@ -24,6 +24,7 @@ from turnlane.errors import DirectoryLocked, DirectoryUnusable, NotAQueue
 from turnlane.logs import get_logger
 from turnlane.runtime import Closeable
 from turnlane.storage.disk_io import Disk
+from turnlane.storage.fastqueue import FastQueueDirectory
 from turnlane.storage.journal_records import (
     HEADER_SIZE,
     JOURNAL_FILES,
@@ -194,6 +195,11 @@ def _is_id(text: str) -> bool:
 def _require_identity_of_segments(path: Path, disk: Disk, name: str | None) -> Identity | None:
     """Return the identity; ``None`` only for a new queue. Raises ``NotAQueue``."""
     identity = _find_identity(path, disk, name)
+    if identity is None and FastQueueDirectory.is_fastqueue(path):
+        raise NotAQueue(
+            f"{path}: is a FastQueue directory; copy its events into a new queue with "
+            f"turnlane queue import {path} NEW_DIRECTORY"
+        )
     if identity is None and list_segments(path, disk):
         raise NotAQueue(
             f"{path / IDENTITY_FILE}: is missing or damaged, and neither chunks nor journal "

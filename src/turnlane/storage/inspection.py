@@ -57,7 +57,7 @@ def open_own_inspection(path: Path) -> QueueInspection:
     """Return an inspection of a directory that must be turnlane's: FastQueue has no ledger."""
     if _is_fastqueue(path):
         raise NotSupported(
-            f"{path}: is a FastQueue directory, which supports only peek, verify and export"
+            f"{path}: is a FastQueue directory, which supports only peek, verify, export and import"
         )
     return QueueInspection(path)
 
