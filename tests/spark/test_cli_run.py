@@ -177,17 +177,23 @@ def test_reload_with_other_nodes_reads_from_them(start: Start, tmp_path: Path) -
         assert program.ended() == 0, program.errors
 
 
-def test_killed_spark_ends_the_pipeline_and_its_node(start: Start, tmp_path: Path) -> None:
+def test_killed_spark_is_started_again_and_the_node_stays(start: Start, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CONFIG)
     program = start("run", "c.yaml")
-    node = program.wait_for("node", state="ready")["pid"]
+    ready = program.wait_for("node", state="ready")
     program.wait_for("lanes")
     for child in children_of(program.process.pid):
-        if child != node:
+        if child != ready["pid"]:
             os.kill(child, signal.SIGKILL)
-    assert program.ended() == 1
-    assert "Spark's own process has ended" in program.errors
-    assert not Path(f"/proc/{node}").exists()
+    program.wait_for("spark", state="died")
+    send(ready["inputs"]["syslog"], 3, text="after the kill")
+    program.wait_for("spark", state="starting")
+    program.wait_for("lanes")
+    wait_until_file_has(tmp_path / "alerts.jsonl", ["after the kill 3"], program)
+    assert Path(f"/proc/{ready['pid']}").exists()
+    program.process.send_signal(signal.SIGTERM)
+    assert program.ended() == 0, program.errors
+    assert not Path(f"/proc/{ready['pid']}").exists()
 
 
 @pytest.fixture

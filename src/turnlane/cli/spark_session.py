@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from importlib import resources
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from turnlane.cli.console import LogFormat, LogLevel
+from turnlane.cli.process import HEALTHY_AFTER, RESTART_BACKOFF
 from turnlane.errors import Never, TurnlaneError
 from turnlane.runtime import call_in_thread
 
@@ -77,26 +79,53 @@ def start_session(
 
 
 class SparkStartup:
-    """Starts a Spark session on a thread of its own, because that takes seconds."""
+    """Starts a Spark session on a thread of its own, because that takes seconds.
+
+    If Spark's process dies, it is started again, with a pause that doubles.
+    """
 
     def __init__(self, make: Callable[[], Session]) -> None:
-        self._future = call_in_thread("turnlane-spark", make)
+        self._make = make
+        self._failures = 1
+        """How often in a row it has died, if it dies now."""
+        self.starts = 0
+        self._start()
+
+    def _start(self) -> None:
+        self.starts += 1
+        self._started = time.monotonic()
+        self._future = call_in_thread("turnlane-spark", self._make)
 
     def session(self) -> Session:
         """Wait for the session and return it. Raises the error that prevented it."""
         return self._future.result()
 
-    def check(self) -> None:
-        """Raise ``SparkMissing`` if Spark has started and has ended: no lane can run again."""
-        if not self._future.done() or self._future.exception() is not None:
-            return
+    def has_died(self) -> bool:
+        """Whether Spark has started and has ended, or does not start again: no lane can run."""
+        if not self._future.done():
+            return False
+        if self._future.exception() is not None:
+            return self.starts > 1
         from turnlane.spark.session import is_jvm_alive
 
-        if not is_jvm_alive():
-            raise SparkMissing("Spark's own process has ended; start turnlane again")
+        return not is_jvm_alive()
+
+    def restart_if_due(self) -> bool:
+        """Start Spark again if it has died and the pause is over; return whether it did."""
+        from turnlane.spark.session import forget_dead_jvm
+
+        if time.monotonic() - self._started > HEALTHY_AFTER:
+            self._failures = 1
+        pause = RESTART_BACKOFF.get_wait(self._failures)
+        if not self.has_died() or time.monotonic() < self._started + pause:
+            return False
+        self._failures += 1
+        forget_dead_jvm()
+        self._start()
+        return True
 
     def stop(self) -> None:
         """End the session if there is one, or one starts within ``STARTUP_SECONDS``."""
         wait([self._future], STARTUP_SECONDS)
-        if self._future.done() and self._future.exception() is None:
+        if self._future.done() and self._future.exception() is None and not self.has_died():
             self._future.result().stop()

@@ -84,6 +84,8 @@ class PipelineSupervisor:
         self._reloads = reloads
         self._stamp = stamp
         self._runner: PipelineRunner | None = None
+        self._spark_starts = spark.starts
+        """The start of Spark whose end was not reported yet."""
         self._retry_at = 0.0
         self._started = time.monotonic()
         self._was_ready = False
@@ -100,10 +102,16 @@ class PipelineSupervisor:
         """
         while (caught := signals.poll(POLL_SECONDS)) is None:
             self._check_node()
-            self._spark.check()
-            work = self._find_due_work(signals)
-            if work is not None and not signals.wait_or(work):
-                break
+            if self._spark.has_died():
+                work: Callable[[], None] | None = self._restart_spark
+            else:
+                work = self._find_due_work(signals)
+            try:
+                if work is not None and not signals.wait_or(work):
+                    break
+            except Exception:
+                if not self._spark.has_died():
+                    raise
         name = "signal" if caught is None else caught.name
         self._report("stopping", f"{name}: stopping; signal again to stop at once")
 
@@ -150,6 +158,19 @@ class PipelineSupervisor:
     @property
     def _stop_timeout(self) -> float:
         return self._first_config.node.shutdown_timeout + LOCKED_SECONDS
+
+    def _restart_spark(self) -> None:
+        """Forget the lanes of a Spark that has died, and start another when it is time."""
+        if self._spark_starts == self._spark.starts:
+            self._spark_starts += 1
+            message = "spark: its process has ended; starting it again"
+            self._report("spark", message, state="died", starts=self._spark.starts)
+        if self._runner is not None:
+            self._runner.abandon()
+            self._runner = None
+        if self._spark.restart_if_due():
+            message = "spark: starting again"
+            self._report("spark", message, state="starting", starts=self._spark.starts)
 
     # ── lanes ────────────────────────────────────────────────────────────────────────────────────
 

@@ -16,6 +16,7 @@ the two pipelines, events wait in their queues.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -28,6 +29,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # has none
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
@@ -538,6 +540,11 @@ class PipelineRunner:
             if not left:
                 self._pipeline = self._plan = None
             return left
+
+    def abandon(self, timeout: float = 30.0) -> None:
+        """Stop all lanes after Spark has died: their queries are gone, and every call fails."""
+        with contextlib.suppress(Py4JError, OSError):
+            self.stop(timeout)
 
     def status(self) -> list[LaneStatus]:
         """Return the states of the lanes."""

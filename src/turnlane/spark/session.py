@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -196,6 +196,19 @@ def is_jvm_alive() -> bool:
     """Whether the Java process that this process has started still runs."""
     process = getattr(SparkContext._gateway, "proc", None)  # noqa: SLF001 - pyspark has no other way
     return process is None or process.poll() is None
+
+
+def forget_dead_jvm() -> None:
+    """Forget a Java process that has ended, and its session: the next session starts another."""
+    context, gateway = SparkContext._active_spark_context, SparkContext._gateway  # noqa: SLF001
+    SparkSession._instantiatedSession = SparkSession._activeSession = None  # noqa: SLF001
+    SparkContext._gateway = SparkContext._jvm = None  # noqa: SLF001
+    if context is not None:
+        context._jsc = None  # noqa: SLF001 - otherwise `stop` calls it
+        context.stop()
+    if gateway is not None:
+        with suppress(Exception):  # It closes connections to nobody.
+            gateway.shutdown()
 
 
 def silence_pyspark_errors() -> None:
