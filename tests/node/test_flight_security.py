@@ -62,10 +62,17 @@ CALLS: dict[str, Callable[[Client, str], object]] = {
     "consume": lambda client, queue: list(client.nodes[0].get({"consume": queue}, 5)),
     "settle": lambda client, queue: client.settle(queue, 0, 0),
     "stats": lambda client, queue: client.stats(queue),
+    "full": lambda client, queue: client.nodes[0].full([queue]),
     "create": lambda client, queue: client.create(queue, kind="memory"),
     "drop": lambda client, queue: client.drop("made"),
 }
-NEEDS = {"publish": "publish", "stage": "publish", "create": "admin", "drop": "admin"}
+NEEDS = {
+    "publish": "publish",
+    "stage": "publish",
+    "full": "publish",
+    "create": "admin",
+    "drop": "admin",
+}
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -162,13 +162,11 @@ class Actions:
 
     def full(self, command: messages.FullCommand, caller: Caller) -> Answer:
         """Return the queues that have no room for a commit."""
+        for name in command.queues:
+            caller.check(Right.PUBLISH, name)
         queues = self._node.queues()
-        mine = [name for name in command.queues if caller.has_right(Right.PUBLISH, name)]
-        return {
-            "queues": [
-                name for name in mine if name in queues and get_free_capacity(queues[name]) == 0
-            ]
-        }
+        known = [name for name in command.queues if name in queues]
+        return {"queues": [name for name in known if get_free_capacity(queues[name]) == 0]}
 
     def settle(self, command: messages.SettleSpanCommand, _: Caller) -> Answer:
         """Settle offsets that were read, if the queue has the expected id."""
