@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
+from tests.spark.nodes import serving
 from turnlane.spark.session import JavaMissing, find_java, override_settings
 
 
@@ -98,3 +100,53 @@ def test_missing_java_names_the_package_to_install(
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     with pytest.raises(JavaMissing, match=r"no bin/java in it\. On Debian or Ubuntu: apt install"):
         find_java()
+
+
+# ── the Python of Spark's processes ──
+
+JOB = """
+import sys
+from pyspark.sql import SparkSession
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+events = spark.read.format("turnlane").option("endpoint", sys.argv[1]).load("orders")
+print(sorted(bytes(row.value) for row in events.collect()))
+"""
+
+
+def run_outside_of_environment(*arguments: str, **variables: str) -> str:
+    """Run this Python by its path, while ``python3`` is another one; return what it prints."""
+    own = str(Path(sys.executable).parent)
+    places = [each for each in os.environ["PATH"].split(os.pathsep) if each != own]
+    chosen = {"VIRTUAL_ENV", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "SPARK_HOME"}
+    environment = {name: value for name, value in os.environ.items() if name not in chosen}
+    environment |= {"PATH": os.pathsep.join(places), **variables}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_format_is_found_in_an_environment_that_is_not_activated(tmp_path: Path) -> None:
+    """By a job that neither imports turnlane nor names a Python for Spark."""
+    (tmp_path / "job.py").write_text(JOB)
+    with serving(tmp_path / "data", {"orders": {}}) as served:
+        served.publish("orders", [b"a", b"b"])
+        assert run_outside_of_environment(str(tmp_path / "job.py"), served.url) == "[b'a', b'b']"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, sys.executable),
+        ({"PYSPARK_PYTHON": "mine"}, "mine"),
+        ({"PYSPARK_DRIVER_PYTHON": "mine"}, None),
+        ({"PYSPARK_GATEWAY_PORT": "1"}, None),
+        ({"PATH": f"{Path(sys.executable).parent}:/usr/bin"}, None),
+    ],
+    ids=["chosen by nobody", "chosen", "chosen for the driver", "spark-submit", "activated"],
+)
+def test_python_of_spark_is_set_only_if_the_user_has_not_chosen_one(
+    variables: dict[str, str], expected: str | None
+) -> None:
+    program = "import os, pyspark; print(os.environ.get('PYSPARK_PYTHON'))"
+    assert run_outside_of_environment("-c", program, **variables) == str(expected)
