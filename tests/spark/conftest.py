@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,36 +23,20 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """A local session like the pipeline's: two threads, FAIR pools, no web page, few log lines."""
     if not (shutil.which("java") or "JAVA_HOME" in os.environ):
         skip_or_fail("Spark needs Java 17 or later")
-    from pyspark.sql import SparkSession
+    from turnlane.pipeline.settings import SparkSettings
+    from turnlane.spark.session import open_session
 
-    from turnlane.spark.session import SPARK_DEFAULTS, use_installed_pyspark
-
-    os.environ["PYSPARK_PYTHON"] = sys.executable
-    use_installed_pyspark()
     place = tmp_path_factory.mktemp("spark")
     quiet = _write_log_settings(place)
-    same = (
-        "sql.ansi.enabled",
-        "sql.streaming.checkpointFileManagerClass",
-        "sql.streaming.stopTimeout",
-        "python.daemon.module",
-    )
-    session = (
-        SparkSession.builder.master("local[2]")
-        .appName("turnlane-tests")
-        .config("spark.ui.enabled", "false")
-        .config("spark.ui.showConsoleProgress", "false")
-        .config("spark.scheduler.mode", "FAIR")
-        .config("spark.sql.shuffle.partitions", "2")
-        .config("spark.default.parallelism", "2")
-        .config("spark.sql.session.timeZone", "UTC")
-        .config(map={f"spark.{name}": SPARK_DEFAULTS[f"spark.{name}"] for name in same})
-        .config("spark.sql.warehouse.dir", str(place / "warehouse"))
-        .config("spark.driver.bindAddress", "127.0.0.1")
-        .config("spark.driver.host", "127.0.0.1")
-        .config("spark.driver.extraJavaOptions", f"-Dlog4j2.configurationFile={quiet}")
-        .getOrCreate()
-    )
+    conf = {
+        "spark.sql.shuffle.partitions": "2",
+        "spark.default.parallelism": "2",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
+        "spark.sql.python.filterPushdown.enabled": "false",
+        "spark.sql.warehouse.dir": str(place / "warehouse"),
+        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={quiet}",
+    }
+    session = open_session(SparkSettings(master="local[2]", app_name="turnlane-tests", conf=conf))
     session.sparkContext.setLogLevel("ERROR")
     yield session
     session.stop()

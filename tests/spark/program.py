@@ -87,6 +87,23 @@ class Program:
         self._errors.close()
 
 
+def list_descendants(pid: int) -> list[int]:
+    """Return all processes that a process has started, and those that these have started."""
+    try:
+        children = children_of(pid)
+    except FileNotFoundError:  # The process has ended.
+        return []
+    return [each for child in children for each in (child, *list_descendants(child))]
+
+
+def read_command_line(pid: int) -> str:
+    """Return what every user of the machine can read of a process."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def children_of(pid: int) -> list[int]:
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():

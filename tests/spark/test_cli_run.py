@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,7 +18,13 @@ import pytest
 from tests.conftest import skip_or_fail
 from tests.ports import free_port
 from tests.spark.nodes import serving
-from tests.spark.program import PATIENCE, Program, children_of
+from tests.spark.program import (
+    PATIENCE,
+    Program,
+    children_of,
+    list_descendants,
+    read_command_line,
+)
 
 pytestmark = pytest.mark.timeout(900)  # A dozen processes start on a machine that may be busy.
 
@@ -283,3 +290,55 @@ def test_reload_uses_changed_code_of_transforms(start: Start, tmp_path: Path) ->
     program.wait_for("reload", accepted=True)
     send(address, 6, text="4")
     wait_until_file_has(out, ["1 6 a", "2 6 new", "3 6 new", "4 6 newer"], program)
+
+
+# ── what others on the machine or the network see ──
+
+
+def list_listening_addresses(pids: list[int]) -> set[str]:
+    """Return the TCP addresses, in hexadecimal, on which processes listen."""
+    sockets = set()
+    for pid in pids:
+        for each in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                sockets.add(str(each.readlink()))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                found.add(local.partition(":")[0])
+    return found
+
+
+def test_processes_of_a_local_run_listen_on_loopback_only(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    program = start("run", "c.yaml")
+    address = program.wait_for("node", state="ready")["inputs"]["syslog"]
+    send(address, 3, text="first")
+    wait_until_file_has(tmp_path / "all.jsonl", ["first 3"], program)
+    processes = [program.process.pid, *list_descendants(program.process.pid)]
+    assert any("java" in read_command_line(each) for each in processes)
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "0" * 24 + "01000000"}
+    assert list_listening_addresses(processes) - loopback == set()
+
+
+def test_token_and_secrets_of_a_cluster_are_on_no_command_line(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TURNLANE_TEST_TOKEN", "s3cret")
+    conf = "{spark.driver.host: 127.0.0.1, spark.executorEnv.A: s3cret, spark.password: s3cret}"
+    (tmp_path / "c.yaml").write_text(
+        "node: {data: unused}\nnodes: {token_env: TURNLANE_TEST_TOKEN}\n"
+        "actions: [{name: a, output: {type: discard}}]\n"
+        f"spark: {{conf: {conf}}}\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        master.settimeout(PATIENCE)
+        where = f"spark://127.0.0.1:{master.getsockname()[1]}"
+        program = start("pipeline", "c.yaml", "--endpoint", "turnlane://a:1", "--master", where)
+        master.accept()[0].close()  # Spark is up, and has its settings.
+        lines = [*map(read_command_line, list_descendants(program.process.pid))]
+        assert any("java" in each and where in each for each in lines)
+        assert not [each for each in lines if "s3cret" in each]
+        assert "spark.unauthenticated" in program.errors

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.conftest import QUICK_JAVA, skip_or_fail
 from tests.contract.harness import wait_until
 from tests.ports import free_port
 from tests.spark.nodes import Served, numbers, serving
-from tests.spark.program import PATIENCE, Program, children_of
+from tests.spark.program import PATIENCE, Program, list_descendants, read_command_line
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -37,6 +36,7 @@ actions:
     output: {type: file, path: held.jsonl}
 spark:
   conf:
+    spark.authenticate.secret: cluster-s3cret
     spark.executor.memory: 512m
     spark.executor.extraJavaOptions: JAVA
     spark.driver.bindAddress: 127.0.0.1
@@ -64,12 +64,20 @@ def slowly(events):
 """A transform that reports the start of a task and waits, so that the test can kill it."""
 
 
+AUTHENTICATION = """\
+spark.authenticate true
+spark.authenticate.secret cluster-s3cret
+spark.network.crypto.enabled true
+"""
+
+
 class Cluster:
-    """A master and two workers on loopback."""
+    """A master and two workers on loopback. They talk only to who knows their secret."""
 
     def __init__(self, place: Path, running: ExitStack) -> None:
         self._place = place
         self._running = running
+        (place / "spark-defaults.conf").write_text(AUTHENTICATION)
         port = free_port()
         self.master = f"spark://127.0.0.1:{port}"
         self._start("master.Master", "--port", str(port), "--webui-port", str(free_port()))
@@ -87,9 +95,9 @@ class Cluster:
         environment = {
             **os.environ,
             "SPARK_HOME": str(home),
+            "SPARK_CONF_DIR": str(self._place),
             "SPARK_LOCAL_IP": "127.0.0.1",
             "SPARK_DAEMON_MEMORY": "256m",
-            "PYSPARK_PYTHON": sys.executable,
         }
         log = self._running.enter_context((self._place / "cluster.log").open("ab"))
         process = subprocess.Popen(
@@ -104,29 +112,15 @@ class Cluster:
 
     def executors(self) -> list[int]:
         """Return the running executors, oldest first: each is a child of a worker."""
-        found = []
-        for worker in self._workers:
-            for child in _descendants(worker.pid):
-                command = Path(f"/proc/{child}/cmdline")
-                if command.exists() and b"CoarseGrainedExecutorBackend" in command.read_bytes():
-                    found.append(child)
-        return sorted(found)
+        started = [pid for worker in self._workers for pid in list_descendants(worker.pid)]
+        backend = "CoarseGrainedExecutorBackend"
+        return sorted(pid for pid in started if backend in read_command_line(pid))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(PATIENCE)
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    try:
-        children = children_of(pid)
-    except FileNotFoundError:  # The process has ended.
-        return
-    for child in children:
-        yield child
-        yield from _descendants(child)
 
 
 @pytest.fixture
@@ -166,6 +160,8 @@ def test_executor_killed_during_a_batch_loses_and_duplicates_nothing(
     wait_until(lambda: any(each.exists() for each in late), "another one to begin", PATIENCE)
     first = cluster.executors()
     assert len(first) == 2
+    everything = [*first, *list_descendants(pipeline.process.pid)]
+    assert not [each for each in map(read_command_line, everything) if "s3cret" in each]
     os.kill(first[0], signal.SIGKILL)
     wait_until(lambda: node.queue("main").low == EVENTS, "all of them", PATIENCE)
     wait_until(lambda: bool({*cluster.executors()} - {*first}), "another executor", PATIENCE)

@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import Final
 
 import pyspark
-from pyspark import SparkContext
+from pyspark import SparkConf, SparkContext
 from pyspark.logger import PySparkLogger
 from pyspark.sql import SparkSession
 
 from turnlane.errors import Never
+from turnlane.logs import get_logger
 from turnlane.pipeline.settings import SparkSettings
 from turnlane.runtime import create_scratch_directory
+
+log = get_logger(__name__)
 
 JAVA_OPTIONS: Final = "spark.driver.defaultJavaOptions"
 """Spark puts ``extraJavaOptions`` behind them, and Java uses the last of two that contradict."""
@@ -38,6 +41,10 @@ _COMPILER_OPTIONS: Final = (
 """Ten times Java's defaults. Planning batches is much code that runs rarely: to optimise it took
 more computing than everything else in Java, for minutes. Loops over rows still get optimised soon
 enough."""
+
+SECRET_NAMES: Final = "(?i)secret|password|token|access[.]?key|executorEnv"  # noqa: S105 - no secret
+"""Settings whose values Spark does not show: its own default, and the variables of executors. They
+are not on the command line of Java either, which all users of the machine can read."""
 
 SPARK_DEFAULTS = {
     JAVA_OPTIONS: " ".join(_COMPILER_OPTIONS),
@@ -61,12 +68,24 @@ SPARK_DEFAULTS = {
     "spark.sql.streaming.minBatchesToRetain": "10",
     # After this time a lane logs that its query has not ended, and interrupts it again.
     "spark.sql.streaming.stopTimeout": "15s",
-    # Spark's default, and the environment variables of executors.
-    "spark.redaction.regex": "(?i)secret|password|token|access[.]?key|executorEnv",
+    "spark.redaction.regex": SECRET_NAMES,
     "spark.log.level": "WARN",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
 }
+
+LOCAL_DEFAULTS: Final = {
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.host": "127.0.0.1",
+}
+"""For a local master. Nobody outside needs the driver, and who reaches it can run code in it."""
+CLUSTER_DEFAULTS: Final = {
+    "spark.authenticate": "true",
+    "spark.network.crypto.enabled": "true",
+    "spark.io.encryption.enabled": "true",
+}
+"""For a cluster: only the driver and its executors know the secret with which they encrypt."""
+CLUSTER_SECRET: Final = "spark.authenticate.secret"  # noqa: S105 - the name of a setting
 
 
 NO_ARROW_BYTE_LIMIT: Final = {"spark.sql.execution.arrow.maxBytesPerBatch": str((1 << 31) - 1)}
@@ -115,19 +134,47 @@ def open_session(
     find_java()
     # Without it, Python processes outside the virtual environment would be started.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    if settings.master.startswith("local"):
+    is_local = settings.master.startswith("local")
+    conf = {**SPARK_DEFAULTS, **_get_network_defaults(settings), **settings.conf}
+    if is_local:
         use_installed_pyspark()
+    else:
+        known = (name for name in variables if name in os.environ)
+        conf = {f"spark.executorEnv.{name}": os.environ[name] for name in known} | conf
+    _start_java(settings.master, conf)
     builder = SparkSession.builder.master(settings.master).appName(settings.app_name)
-    environment = {
-        f"spark.executorEnv.{name}": os.environ[name] for name in variables if name in os.environ
-    }
-    for name, value in {**SPARK_DEFAULTS, **environment, **settings.conf}.items():
+    for name, value in conf.items():
         builder = builder.config(name, value)
     session = builder.getOrCreate()
-    if not settings.master.startswith("local"):
-        for module in modules:
-            session.sparkContext.addPyFile(str(module))
+    for module in () if is_local else modules:
+        session.sparkContext.addPyFile(str(module))
     return session
+
+
+def _get_network_defaults(settings: SparkSettings) -> Mapping[str, str]:
+    """Return the settings that keep others away from Spark's processes."""
+    if settings.master.startswith("local"):
+        return LOCAL_DEFAULTS
+    # Kubernetes and YARN make a secret for each application. A standalone cluster has one for all.
+    is_standalone = settings.master.startswith("spark:")
+    if not is_standalone or CLUSTER_SECRET in settings.conf:
+        return CLUSTER_DEFAULTS
+    log.warning(
+        "spark.unauthenticated",
+        master=settings.master,
+        hint=f"everyone who reaches the cluster can run code in it: set {CLUSTER_SECRET} in "
+        "spark.conf, and spark.authenticate with the same secret on its machines",
+    )
+    return {}
+
+
+def _start_java(master: str, conf: Mapping[str, str]) -> None:
+    """Start Java, unless it runs. It gets secrets later, over a connection of its own."""
+    public = SparkConf(loadDefaults=False).setMaster(master)
+    for name, value in conf.items():
+        if not re.search(SECRET_NAMES, name):
+            public.set(name, value)
+    SparkContext._ensure_initialized(conf=public)  # noqa: SLF001 - pyspark has no other way
 
 
 def use_installed_pyspark() -> None:
