@@ -72,8 +72,11 @@ class Service(Closeable):
         """
         with contextlib.ExitStack() as started:
             authority = check(self.config)
-            self.node = started.enter_context(Node(self.config.node.data, self.config.knobs()))
-            self.node.body_budget = BodyBudget(self.config.node.http.max_memory)
+            node = self.config.node
+            self.node = started.enter_context(
+                Node(node.data, self.config.knobs(), group=node.group)
+            )
+            self.node.body_budget = BodyBudget(node.http.max_memory)
             self.tables = started.enter_context(Tables(self.config.tables))
             started.callback(self._stop_parts, 0.0)
             self._start_planes(authority)

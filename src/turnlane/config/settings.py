@@ -216,6 +216,12 @@ class NodeSettings(SettingsModel):
     data: Path = Field(
         description="The data directory, made if it is not there.", examples=["/var/lib/turnlane"]
     )
+    group: str | None = Field(
+        default=None,
+        description="The group that may read the data directory; by default only the user of the "
+        "node may.",
+        examples=["backup"],
+    )
     flight: FlightSettings = Field(
         default_factory=FlightSettings, description="The Arrow Flight plane."
     )

@@ -192,7 +192,7 @@ class Commits:
     def __init__(
         self, directory: Path, disk: Disk, staging: Staging, queue: Callable[[str], BufferedQueue]
     ) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        disk.create_directory(directory)
         self._staging = staging
         self._queue = queue
         self._log = CommitLog(directory, disk)

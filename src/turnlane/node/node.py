@@ -49,7 +49,7 @@ from turnlane.queues.settings import ON_DISK, Kind, QueueSettings
 from turnlane.runtime import Closeable, PeriodicThread
 from turnlane.serving.body_budget import BodyBudget
 from turnlane.storage.directory import Quarantine, QueueDirectory, lock_directory
-from turnlane.storage.disk_io import Disk
+from turnlane.storage.disk_io import Disk, get_file_mode, share_with_group
 from turnlane.storage.inspection import QueueInspection
 from turnlane.storage.walk import IntactFrame, SegmentWalk
 
@@ -91,13 +91,17 @@ class AuditLog:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"time": now, "what": what, **about}, ensure_ascii=False) + "\n"
         try:
-            with self._lock, self.path.open("a", encoding="utf-8") as file:
+            with self._lock, open(self.path, "a", encoding="utf-8", opener=_open_private) as file:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise StorageFailed(f"cannot write {AUDIT_FILE}: {error.strerror or error}") from error
         log.warning("audit.recorded", what=what, **about)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, get_file_mode(Path(path).parent))
 
 
 class DroppedQueues:
@@ -277,10 +281,12 @@ class Node(Closeable):
         *,
         clock: Clock = SYSTEM_CLOCK,
         disk: Disk | None = None,
+        group: str | None = None,
     ) -> None:
         """Open the directory and its queues, and finish the commits that a crash interrupted.
 
         ``queues`` has the settings of the configured queues by name; the default kind is ``disk``.
+        ``group`` may read the data directory; by default nobody but its owner may.
         """
         self.data = data
         self.instance = uuid.uuid4().hex
@@ -296,7 +302,7 @@ class Node(Closeable):
         self._dropped = DroppedQueues(data / "queues", self._disk)
         with contextlib.ExitStack() as opened:
             try:
-                data.mkdir(parents=True, exist_ok=True)
+                self._create_directories(group)
                 opened.callback(self._disk.close, lock_directory(data, self._disk))
             except OSError as error:
                 raise DirectoryUnusable(f"{data}: {error.strerror or error}") from error
@@ -325,6 +331,23 @@ class Node(Closeable):
         paths = [queue.settings.path for queue in self._queues.values() if queue.settings.path]
         warn_of_orphan_queues(data / "queues", paths, self._disk)
         log.info("node.started", data=data, queues=len(self._queues), recovered_commits=recovered)
+
+    def _create_directories(self, group: str | None) -> None:
+        parts = [self.data / name for name in ("queues", "staging", "commits")]
+        try:
+            for each in (self.data, *parts):
+                self._disk.create_directory(each)
+                if group is not None:
+                    share_with_group(each, group)
+        except (LookupError, PermissionError) as error:
+            if group is None:
+                raise
+            what = f"{self.data} cannot get the group {group!r}: {error}"
+            hint = "name a group of this machine that the user of the node belongs to"
+            raise ConfigError("node.group", f"{what}; {hint}") from None
+        for each in parts:  # Older versions let everybody read them.
+            if each.stat().st_mode & 0o007:
+                each.chmod(0o700)
 
     def list_queues_without_action(self) -> Iterator[tuple[str, int]]:
         """Yield the queues with events that a pipeline created and the configuration lacks."""

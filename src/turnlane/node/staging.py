@@ -194,7 +194,7 @@ class Staging:
         self._memory: Counter[str] = Counter()
         """Bytes of the copies in memory, by stage."""
         self._lock = threading.Lock()
-        directory.mkdir(parents=True, exist_ok=True)
+        disk.create_directory(directory)
 
     def stage(self, contents: StageContents, check: BlockCheck = lambda block: block) -> Stage:
         """Begin a stage with this description. Raises ``StorageFailed``."""

@@ -23,6 +23,7 @@ from typing import Final
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from turnlane.logs import get_logger
+from turnlane.storage.disk_io import Disk
 
 log = get_logger(__name__)
 
@@ -59,7 +60,8 @@ class CheckpointNote:
 
     def write(self, checkpoint: Path) -> None:
         """Write the note atomically."""
-        checkpoint.mkdir(parents=True, exist_ok=True)
+        for each in (checkpoint.parent, checkpoint):  # Their state may contain parts of events.
+            Disk().create_directory(each)
         draft = checkpoint / f".{NOTE_FILE}"
         draft.write_text(json.dumps(asdict(self)))
         draft.replace(checkpoint / NOTE_FILE)

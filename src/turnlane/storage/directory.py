@@ -77,7 +77,7 @@ class QueueDirectory(Closeable):
         before any change, if its format is unknown or it does not tell whose segments it has.
         """
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            disk.create_directory(path)
             # Before the lock file is created: a directory that is refused stays unchanged.
             _require_identity_of_segments(path, disk, name)
             with contextlib.ExitStack() as held:
@@ -339,7 +339,7 @@ class Quarantine:
 
     def _create_folder(self) -> None:
         if not self.path.exists():
-            self.path.mkdir(exist_ok=True)
+            self._disk.create_directory(self.path)
             self._disk.sync_directory(self.path.parent)
 
     def _names(self, stem: str, suffix: str) -> Iterator[Path]:

@@ -2,12 +2,18 @@
 
 It is one thin layer over the operating system, so that ``turnlane.testing.FaultyDisk`` has one
 place to inject failures, full disks, torn writes and delays.
+
+Events may be secret, so only the owner can read what is created here: directories have the mode
+0700, files 0600. A directory with the setgid bit belongs to a group that may read it: below it the
+modes are 2750 and 0640, and Linux passes on the group and the bit by itself.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,13 +42,40 @@ def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
 _sync_file_range = _find_sync_file_range()
 
 
+def is_shared_with_group(directory: Path) -> bool:
+    """Whether the group of a directory may read what is created in it."""
+    return bool(directory.stat().st_mode & stat.S_ISGID)
+
+
+def get_file_mode(directory: Path) -> int:
+    """Return the mode of a new file in a directory."""
+    return 0o640 if is_shared_with_group(directory) else 0o600
+
+
+def share_with_group(directory: Path, group: str) -> None:
+    """Let a group read what is created in a directory from now on. Raises ``OSError``.
+
+    Raises ``LookupError`` if there is no such group.
+    """
+    shutil.chown(directory, group=group)
+    directory.chmod(0o2750)
+
+
 class Disk:
     """The real disk. Its methods raise only ``OSError``."""
 
     def open(self, path: Path, *, create: bool = False, write: bool = True) -> int:
         """Open a file and return its descriptor."""
         flags = os.O_CLOEXEC | (os.O_RDWR if write else os.O_RDONLY)
-        return os.open(path, flags | (os.O_CREAT if create else 0), 0o644)
+        if not create:
+            return os.open(path, flags)
+        return os.open(path, flags | os.O_CREAT, get_file_mode(path.parent))
+
+    def create_directory(self, path: Path) -> None:
+        """Create a directory and the ones above it, unless it exists."""
+        if not path.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(0o750 if is_shared_with_group(path.parent) else 0o700, exist_ok=True)
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""

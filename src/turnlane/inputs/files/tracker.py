@@ -160,7 +160,7 @@ class PositionsFile:
 
     def save(self, files: Iterable[SavedFile], *, complete: bool) -> None:
         """Replace the saved positions. Raises ``OSError``."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._disk.create_directory(self._path.parent)
         content: dict[str, Any] = {"version": VERSION, "complete": complete}
         content["files"] = [each.to_json() for each in files]
         self._disk.write_whole(self._path, json.dumps(content, separators=(",", ":")).encode())
