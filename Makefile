@@ -2,7 +2,7 @@
 
 PYTHON := .venv/bin/python
 READY := .venv/.ready
-WORKERS ?= 2
+WORKERS ?= 3
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -14,7 +14,7 @@ help: ## Show this help
 demo: $(READY) $(READY)-peers-demo ## A node and a pipeline on local Spark: sockets in, lanes, a ledger
 	$(PYTHON) examples/pipeline.py
 
-test: $(READY) $(READY)-peers-test ## Run all tests (WORKERS=2 at a time; ARGS are pytest's)
+test: $(READY) $(READY)-peers-test ## Run all tests (WORKERS=3 at a time; ARGS are pytest's)
 	$(PYTHON) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: $(READY) ## Lint, formatting, types, import contracts, plain English
