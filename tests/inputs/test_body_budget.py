@@ -105,7 +105,7 @@ def test_thousand_slow_senders_use_no_more_memory_than_the_node_allows(small_nod
         wait_until(lambda: budget.used == 0, "all memory is free")
         with answered[0] as sock:
             sock.sendall(bytes(SENT))
-            sock.sendall(b"POST /none HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 0\r\n\r\n")
+            sock.sendall(b"GET /none HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
             assert sock.recv(65536).startswith(b"HTTP/1.1 ")
         assert WEB.post(urls["http"], content=b"x").status_code == 200
     assert read_values(small_node) == [b"x"]
