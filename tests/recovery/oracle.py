@@ -107,6 +107,8 @@ class Oracle:
             ]
             assert low <= min(kept, default=end), "what nobody has settled counts as settled"
         else:
+            # Events above the end were only in memory and are lost. Later events get their offsets,
+            # perhaps fewer of them, so the order of events must not be checked by the old ones.
             self.at = {
                 offset: event
                 for offset, event in self.at.items()
