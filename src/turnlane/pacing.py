@@ -1,37 +1,44 @@
 """When a failed operation is tried again, and how fast events may flow. Pure.
 
-There is one backoff for all of turnlane: the wait doubles with every failure in a row, up to a
-longest wait, and a random factor prevents that operations which failed together are tried again
-together. There is one rate limiter: a token bucket. Callers pass in the time, the number of
-failures and the random number, and do the waiting themselves.
+There is one backoff for all of turnlane: the wait doubles, or grows by another factor, with every
+failure in a row, up to a longest wait, and a random factor prevents that operations which failed
+together are tried again together. There is one rate limiter: a token bucket. Callers pass in the
+time, the number of failures and the random number, and do the waiting themselves.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Final, Self
 
 MAX_RETRY_AFTER: Final = 86_400.0
 """Seconds. A server that asks for a longer wait is tried again after a day."""
-_MAX_DOUBLINGS: Final = 64
+_MAX_GROWTH: Final = 64
 """2.0**5000 does not fit into a float."""
+RATE_SECONDS: Final = 60.0
+"""Rates of events in and out are averages of this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Waits that double from ``first`` to ``longest`` seconds, times a random factor."""
+    """Waits that grow from ``first`` to ``longest`` seconds, times a random factor."""
 
     first: float
     longest: float
     least_factor: float = 1.0
     most_factor: float = 1.0
     """The wait is multiplied by a random factor between these two."""
+    multiplier: float = 2.0
+    """By how much the wait grows with every failure."""
 
     @classmethod
-    def from_jitter(cls, first: float, longest: float, jitter: float) -> Self:
+    def from_jitter(
+        cls, first: float, longest: float, jitter: float, multiplier: float = 2.0
+    ) -> Self:
         """Return a backoff whose waits vary by the share ``jitter`` to either side."""
-        return cls(first, longest, 1 - jitter, 1 + jitter)
+        return cls(first, longest, 1 - jitter, 1 + jitter, multiplier)
 
     def get_wait(
         self, failures: int, chance: float = 0.5, retry_after: float | None = None
@@ -45,9 +52,9 @@ class Backoff:
         if retry_after is not None:
             least = max(min(retry_after, MAX_RETRY_AFTER), self.first * self.least_factor)
             return least * (1 + (self.most_factor - 1) * chance)
-        doublings = min(max(failures - 1, 0), _MAX_DOUBLINGS)
+        growth = self.multiplier ** min(max(failures - 1, 0), _MAX_GROWTH)
         factor = self.least_factor + (self.most_factor - self.least_factor) * chance
-        return min(self.longest, min(self.longest, self.first * 2.0**doublings) * factor)
+        return min(self.longest, min(self.longest, self.first * growth) * factor)
 
 
 def double_wait(first: float, longest: float, failures: int) -> float:
@@ -113,3 +120,34 @@ class TokenBucket:
         gained = max(0.0, now - self._updated) * self._rate
         self._tokens = min(self._size, self._tokens + gained)
         self._updated = now
+
+
+class FlowRates:
+    """How many events per second come and go, on average in the last minute. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int, int]] = deque()
+
+    def add(self, now: float, came: int, left: int) -> None:
+        """Add a sample: how many events have come and left so far. Closer ones replace another."""
+        samples = self._samples
+        if len(samples) > 1 and now - samples[-2][0] < 1.0:
+            samples.pop()
+        samples.append((now, came, left))
+        while len(samples) > 2 and samples[1][0] <= now - RATE_SECONDS:
+            samples.popleft()
+
+    def get_rates(self) -> tuple[float, float] | None:
+        """Return events per second, in and out; ``None`` if less than a second is known."""
+        (first, came, left), (last, came_now, left_now) = self._samples[0], self._samples[-1]
+        seconds = last - first
+        if seconds < 1.0:
+            return None
+        return (came_now - came) / seconds, (left_now - left) / seconds
+
+
+def estimate_drain_seconds(pending: int, rate_in: float, rate_out: float) -> float:
+    """Return the seconds until nothing is pending at these rates; infinite if it never ends."""
+    if not pending:
+        return 0.0
+    return pending / (rate_out - rate_in) if rate_out > rate_in else math.inf

@@ -30,6 +30,16 @@ def test_threshold_of_failures_in_a_row_opens_the_breaker() -> None:
     assert breaker.opened == 1
 
 
+def test_breaker_without_a_threshold_never_opens_and_closes_when_it_is_switched_off() -> None:
+    breaker = CircuitBreaker(0, RESET)
+    for now in range(100):
+        breaker = breaker.record_failure(float(now), 0.5)
+        assert breaker.get_state(now + 0.6) is BreakerState.CLOSED
+        assert breaker.get_wait(float(now)) == 0.5, "the backoff holds all the same"
+    switched_off = make_open_breaker().with_limits(0, RESET)
+    assert switched_off.get_state(0.0) is BreakerState.CLOSED
+
+
 def test_success_resets_the_count_of_failures() -> None:
     breaker = (
         CircuitBreaker(2, RESET).record_failure(0.0, 1.0).record_success().record_failure(2.0, 1.0)

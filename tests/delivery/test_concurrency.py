@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +28,22 @@ class Load:
                 self.limit.on_finish(
                     self.now, None if pushed_back else seconds, is_pushed_back=pushed_back
                 )
+
+
+@pytest.mark.parametrize(
+    ("knobs", "least", "most"),
+    [
+        ({"senders": 3}, 1, 3),
+        ({"senders": 3, "min_concurrency": 5}, 3, 3),
+        ({"senders": 3, "concurrency": 8}, 3, 3),
+        ({"senders": 8, "concurrency": 3}, 3, 3),
+    ],
+)
+def test_senders_limit_the_sends_of_a_task(knobs: dict[str, Any], least: int, most: int) -> None:
+    limit = make_concurrency_limit(DeliverySettings(**knobs))
+    assert limit.limit == least
+    Load(limit).run_rounds(20, 0.1)
+    assert limit.limit == most
 
 
 def test_limit_grows_by_one_while_sends_stay_fast() -> None:

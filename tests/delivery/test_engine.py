@@ -91,6 +91,61 @@ def test_short_failure_is_retried_within_the_run() -> None:
     assert state.get_status().retry_failures == {"RetryLater": 2}
 
 
+def test_destination_without_a_backoff_is_tried_until_the_breaker_opens() -> None:
+    output = FaultyOutput(lambda _: RetryLater("down"))
+    settings = make_settings(backoff=0.0, breaker_failures=4, breaker_reset=600)
+    (result,) = deliver(output, settings, [make_block(0, 100)])
+    assert (output.sends, len(result.deferred)) == (4, 100)
+
+
+def test_destination_without_a_breaker_is_tried_until_the_task_ends() -> None:
+    output = FaultyOutput()
+    output.fail(RetryLater("down"), times=50)
+    settings = make_settings(breaker_failures=0, backoff_multiplier=1, breaker_reset=600)
+    state = LocalDestinationState(settings)
+    (result,) = deliver(output, settings, [make_block(0, 100)], state)
+    assert (output.sends, result.delivered) == (51, 100)
+    assert state.get_status().opened == 0
+
+
+def test_preparers_prepare_at_the_same_time() -> None:
+    """Each waits for the two others: with fewer threads this would never end."""
+    together = threading.Barrier(3, timeout=TIMEOUT)
+
+    def wait_for_others(_: Block) -> None:
+        together.wait()
+
+    output = FaultyOutput(prepare_fault=wait_for_others)
+    settings = make_settings(batch_events=10, preparers=3, concurrency=1)
+    (result,) = deliver(output, settings, [make_block(0, 30)])
+    assert result.delivered == 30
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_channel_size_limits_the_batches_that_are_prepared_ahead(size: int) -> None:
+    """Besides the batch that is being sent. The first send waits until the channel is full."""
+    prepared, sent, ahead = 0, 0, []
+    changed = threading.Condition()
+
+    def on_prepare(_: Block) -> None:
+        nonlocal prepared
+        with changed:
+            prepared += 1
+            ahead.append(prepared - sent)
+            changed.notify_all()
+
+    def on_send(_: Block) -> None:
+        nonlocal sent
+        with changed:
+            assert changed.wait_for(lambda: prepared >= min(30, sent + 1 + size), TIMEOUT)
+            sent += 1
+
+    settings = make_settings(batch_events=1, channel_size=size, concurrency=1)
+    (result,) = deliver(FaultyOutput(on_send, on_prepare), settings, [make_block(0, 30)])
+    assert result.delivered == 30
+    assert max(ahead) == size + 1
+
+
 def test_unavailable_destination_defers_all_events_quickly() -> None:
     output = FaultyOutput(lambda _: RetryLater("down"))
     started = time.monotonic()

@@ -22,7 +22,8 @@ HEARTBEAT: Final = 1.0
 FIRST_BEAT: Final = 0.1
 """Seconds until the first report. Shorter, because many tasks are short."""
 _ITS_SETTINGS: Final = {
-    *("backoff", "max_backoff", "jitter", "breaker_failures", "breaker_reset"),
+    *("backoff", "backoff_multiplier", "max_backoff", "jitter"),
+    *("breaker_failures", "breaker_reset"),
     *("rate_limit", "max_time", "max_in_flight", "concurrency", "max_concurrency"),
 }
 """The settings that a breaker uses."""

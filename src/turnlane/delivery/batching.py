@@ -28,6 +28,7 @@ import pyarrow.compute as pc
 from turnlane.delivery.results import BlockProgress, RowNumbers, RowState
 from turnlane.delivery.settings import DeliverySettings, Ordering
 from turnlane.events import Block
+from turnlane.intervals import Span, convert_to_spans
 from turnlane.key_hash import count_earlier_equals, hash_keys
 
 Sizes = npt.NDArray[np.int64]
@@ -322,6 +323,22 @@ def get_event_ref(block: Block) -> str | None:
     partition = block.schema.get_field_index("partition")
     node = block.column(partition)[0].as_py() if partition >= 0 else 0
     return f"{node}/{block.column(at)[0].as_py()}"
+
+
+def get_spans_by_source(block: Block) -> dict[str, list[Span]]:
+    """Return the offsets of the events by ``queue/partition``; nothing if there are no offsets."""
+    names = block.schema.names
+    if "offset" not in names or not block.num_rows:
+        return {}
+    queue = block.column("queue")[0].as_py() if "queue" in names else ""
+    offsets = np.asarray(block.column("offset"))
+    if "partition" not in names:
+        return {f"{queue}/0": convert_to_spans(offsets)}
+    partitions = np.asarray(block.column("partition"))
+    return {
+        f"{queue}/{node}": convert_to_spans(offsets[partitions == node])
+        for node in np.unique(partitions).tolist()
+    }
 
 
 def _restore_attempts(batch: SendBatch, attempts: Mapping[str, int]) -> None:

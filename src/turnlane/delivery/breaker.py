@@ -50,7 +50,7 @@ class CircuitBreaker:
     """A breaker at one moment; each event returns a changed copy. Times are monotonic seconds."""
 
     threshold: int
-    """The number of failures in a row that opens it."""
+    """The number of failures in a row that opens it; 0: it never opens."""
     reset_time: float
     """Seconds that it stays open at least."""
     failures: int = 0
@@ -103,8 +103,9 @@ class CircuitBreaker:
         return replace(self, probe=None) if self._is_probe(token) else self
 
     def with_limits(self, threshold: int, reset_time: float) -> Self:
-        """Change the settings. The state of the destination is kept."""
-        return replace(self, threshold=threshold, reset_time=reset_time)
+        """Change the settings. The state is kept, unless this switches the breaker off."""
+        changed = replace(self, threshold=threshold, reset_time=reset_time)
+        return changed if threshold else replace(changed, open_since=None, probe=None)
 
     def record_success(self, token: str | None = None) -> Self:
         """Record an answer of the destination. While the breaker is open only the probe counts."""
@@ -152,7 +153,7 @@ class CircuitBreaker:
             is_later = is_requested and until > self.not_before
             return replace(self, not_before=until, is_requested=True) if is_later else self
         failures = self.failures + 1
-        if failures < self.threshold:
+        if not self.threshold or failures < self.threshold:
             return replace(self, failures=failures, not_before=until, is_requested=is_requested)
         return replace(
             self,

@@ -17,8 +17,9 @@ import random
 import threading
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final, Protocol
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
@@ -27,6 +28,7 @@ from turnlane.delivery.error_policy import AttemptSignal, get_error_type, get_re
 from turnlane.delivery.limits import get_burst
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import RetryLater
+from turnlane.intervals import RangeSet, Span
 from turnlane.logs import get_logger
 from turnlane.pacing import Backoff, TokenBucket
 
@@ -34,6 +36,8 @@ log = get_logger(__name__)
 
 MAX_REMEMBERED_ATTEMPTS: Final = 10_000
 """Events whose attempts are remembered. Beyond that the oldest start again from zero."""
+MAX_REMEMBERED_SPANS: Final = 1000
+"""Spans of events whose send failed. Beyond that the oldest are forgotten: they count as new."""
 LATENCY_WEIGHT: Final = 0.2
 """The weight of the last send in the moving average of the seconds that a send takes."""
 _COUNTED: Final = (
@@ -48,6 +52,52 @@ _COUNTED: Final = (
 """The counts of a report that are added up, besides the sends."""
 CLAIM_RETRY: Final = 1.0
 """Seconds after a refused claim on the rate before the next claim."""
+
+
+SpansBySource = Mapping[str, Sequence[Span]]
+"""Offsets of events, by ``queue/partition``."""
+
+
+class FailedOffsets:
+    """The events that are not settled and of which a send failed. Not thread-safe."""
+
+    def __init__(self, spans: SpansBySource = MappingProxyType({})) -> None:
+        self._offsets: dict[str, RangeSet] = {}
+        self.add(spans)
+
+    def __bool__(self) -> bool:
+        return bool(self._offsets)
+
+    def add(self, spans: SpansBySource) -> None:
+        """Add events whose send failed."""
+        for source, its_spans in spans.items():
+            known = self._offsets.setdefault(source, RangeSet())
+            for first, end in its_spans:
+                known.add(first, end)
+            for first, end in list(known)[:-MAX_REMEMBERED_SPANS]:
+                known.remove(first, end)
+
+    def remove(self, spans: SpansBySource) -> None:
+        """Remove events that are settled."""
+        for source, its_spans in spans.items():
+            known = self._offsets.get(source, RangeSet())
+            for first, end in its_spans:
+                known.remove(first, end)
+            if not known:
+                self._offsets.pop(source, None)
+
+    def find(self, spans: SpansBySource) -> dict[str, list[Span]]:
+        """Return those of the events that are in here."""
+        found = {
+            source: [part for span in its_spans for part in self._offsets[source].within(*span)]
+            for source, its_spans in spans.items()
+            if source in self._offsets
+        }
+        return {source: parts for source, parts in found.items() if parts}
+
+    def get_spans(self) -> dict[str, list[Span]]:
+        """Return all events."""
+        return {source: list(known) for source, known in self._offsets.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +115,8 @@ class SendPermit:
     attempts: Mapping[str, int] = field(default_factory=dict)
     """How many times events failed with an unknown error, by the first event of a batch:
     ``partition/offset``."""
+    failed: SpansBySource = field(default_factory=dict)
+    """Events of which a send failed, in whichever task: sending them again is a retry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +134,8 @@ class SendReport:
     """The probe's token. With neither successes nor failures the probe was not used."""
     error: str | None = None
     """The last failure, for people."""
+    error_type: str | None = None
+    """The type of the last failure, for metrics."""
     attempts: Mapping[str, int] = field(default_factory=dict)
     """As in :class:`SendPermit`; 0 forgets the event."""
     concurrency: int | None = None
@@ -91,8 +145,11 @@ class SendReport:
     kept: int = 0
     rejected: int = 0
     """Records inside delivered events that the destination refused for good."""
+    failed: SpansBySource = field(default_factory=dict)
+    """Events of which a send failed; ``settled`` are those of them that have been settled since."""
+    settled: SpansBySource = field(default_factory=dict)
     retries: int = 0
-    """Sends of events that had been sent before."""
+    """Sends of events of which an earlier send failed, in whichever task."""
     retry_successes: int = 0
     retry_failures: Mapping[str, int] = field(default_factory=dict)
     """Retries that failed, by the type of the error."""
@@ -147,6 +204,8 @@ class DestinationStatus:
     """``sends``, ``failures``, ``delivered``, ``dead``, ``kept``, ``rejected``, ``retries``,
     ``retry_successes``."""
     retry_failures: Mapping[str, int]
+    failure_types: Mapping[str, int]
+    """The failures by the type of the error."""
 
 
 class LocalDestinationState:
@@ -166,12 +225,14 @@ class LocalDestinationState:
         self._breaker = CircuitBreaker(settings.breaker_failures, settings.breaker_reset)
         self._bucket = _make_bucket(settings, clock.monotonic())
         self._attempts: OrderedDict[str, int] = OrderedDict()
+        self._failed = FailedOffsets()
         self._concurrency: int | None = None
         self._latency: float | None = None
         self._error: str | None = None
         self._rejected = 0
         self._totals: Counter[str] = Counter()
         self._retry_failures: Counter[str] = Counter()
+        self._failure_types: Counter[str] = Counter()
 
     def request_permit(self) -> SendPermit:
         with self._lock:
@@ -241,6 +302,7 @@ class LocalDestinationState:
                 latency=self._latency,
                 totals=dict(self._totals),
                 retry_failures=dict(self._retry_failures),
+                failure_types=dict(self._failure_types),
             )
 
     def _make_permit(self, now: float, token: str | None = None) -> SendPermit:
@@ -251,6 +313,7 @@ class LocalDestinationState:
             token,
             self._concurrency,
             dict(self._attempts),
+            self._failed.get_spans(),
         )
 
     def _update_breaker(self, report: SendReport) -> None:
@@ -281,6 +344,10 @@ class LocalDestinationState:
         self._totals["sends"] += report.successes + report.failures
         self._totals.update({name: getattr(report, name) for name in _COUNTED})
         self._retry_failures.update(report.retry_failures)
+        if report.failures:
+            self._failure_types[report.error_type or "unknown"] += report.failures
+        self._failed.add(report.failed)
+        self._failed.remove(report.settled)
         self._concurrency = report.concurrency or self._concurrency
         self._latency = report.latency if report.latency is not None else self._latency
         for event_ref, attempts in report.attempts.items():
@@ -293,7 +360,9 @@ class LocalDestinationState:
 
 def make_backoff(settings: DeliverySettings) -> Backoff:
     """Return the backoff that the settings describe."""
-    return Backoff.from_jitter(settings.backoff, settings.max_backoff, settings.jitter)
+    return Backoff.from_jitter(
+        settings.backoff, settings.max_backoff, settings.jitter, settings.backoff_multiplier
+    )
 
 
 def _make_bucket(settings: DeliverySettings, now: float) -> TokenBucket | None:
@@ -318,10 +387,14 @@ class DestinationClient:
         self._counts: Counter[str] = Counter()
         self._retry_failures: Counter[str] = Counter()
         self._attempts: dict[str, int] = {}
+        self._new_failed, self._new_settled = FailedOffsets(), FailedOffsets()
+        """What the next report says about failed sends."""
         self._latency: float | None = None
         self.not_before = 0.0
         """Nothing may be sent before this time; infinite if the state cannot be reached."""
         self.permit = self._request_permit()
+        self._failed = FailedOffsets(self.permit.failed)
+        """Events of which a send failed: in other tasks before this run began, or in this run."""
 
     # ── before a send ────────────────────────────────────────────────────────────────────────────
 
@@ -380,6 +453,7 @@ class DestinationClient:
         Reports failures and partial answers at once: they may change what all tasks are permitted.
         """
         text = None if error is None else f"{type(error).__name__}: {error}"
+        error_type = None if error is None else get_error_type(error)
         if signal in (AttemptSignal.ANSWERED, AttemptSignal.PARTIAL):
             self._counts["successes"] += 1
             average = seconds if self._latency is None else self._latency
@@ -400,7 +474,7 @@ class DestinationClient:
                 self._has_failed = True
                 self._counts["failures"] += 1
                 retry_after = None if error is None else get_retry_after(error)
-                self._report(token, retry_after=retry_after, error=text)
+                self._report(token, retry_after=retry_after, error=text, error_type=error_type)
                 if self._is_waiting():
                     return
             case AttemptSignal.NONE:
@@ -410,6 +484,27 @@ class DestinationClient:
         # Unless this run has another probe to report on first, it needs a new permit.
         if self.permit.probe in (token, None):
             self.permit = self._request_permit()
+
+    @property
+    def has_any_failed(self) -> bool:
+        """Whether there are unsettled events of which a send failed."""
+        return bool(self._failed)
+
+    def has_failed(self, sent: SpansBySource) -> bool:
+        """Whether an earlier send of some of these events failed, in this task or another one."""
+        return bool(self._failed.find(sent))
+
+    def remember_failed(self, sent: SpansBySource) -> None:
+        """Remember that a send of these events failed, for this run and for later tasks."""
+        self._failed.add(sent)
+        self._new_failed.add(sent)
+
+    def forget_settled(self, settled: SpansBySource) -> None:
+        """Forget which of these events had failed: they will not be sent again."""
+        found = self._failed.find(settled)
+        self._failed.remove(found)
+        self._new_failed.remove(found)
+        self._new_settled.add(found)
 
     def count_retry(self, error: BaseException | None) -> None:
         """Count that events were sent again, and whether that failed."""
@@ -429,11 +524,11 @@ class DestinationClient:
 
     def finish(self, concurrency: int) -> None:
         """Send the last report of the run. A probe that did not end in time counts as failed."""
-        error = None
+        error = error_type = None
         if self._is_probe_sent:
             self._counts["failures"] += 1
-            error = "a send did not end in time"
-        self._report(self.permit.probe, error=error, concurrency=concurrency)
+            error, error_type = "a send did not end in time", "timeout"
+        self._report(self.permit.probe, error=error, error_type=error_type, concurrency=concurrency)
 
     def _is_waiting(self) -> bool:
         return self._clock.monotonic() < self.not_before
@@ -455,19 +550,24 @@ class DestinationClient:
         *,
         retry_after: float | None = None,
         error: str | None = None,
+        error_type: str | None = None,
         concurrency: int | None = None,
     ) -> None:
         report = SendReport(
             probe=token,
             retry_after=retry_after,
             error=error,
+            error_type=error_type,
             concurrency=concurrency,
             latency=self._latency,
             attempts=self._attempts,
+            failed=self._new_failed.get_spans(),
+            settled=self._new_settled.get_spans(),
             retry_failures=dict(self._retry_failures),
             **self._counts,
         )
         self._counts, self._retry_failures, self._attempts = Counter(), Counter(), {}
+        self._new_failed, self._new_settled = FailedOffsets(), FailedOffsets()
         try:
             self._state.report(report)
         except RetryLater as failure:

@@ -35,8 +35,17 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import Final
 
+import numpy as np
+import pyarrow as pa
+
 from turnlane.clock import SYSTEM_CLOCK, Clock
-from turnlane.delivery.batching import BatchCutter, OrderingGroups, SendBatch, get_event_ref
+from turnlane.delivery.batching import (
+    BatchCutter,
+    OrderingGroups,
+    SendBatch,
+    get_event_ref,
+    get_spans_by_source,
+)
 from turnlane.delivery.destination import DestinationClient, DestinationState, make_backoff
 from turnlane.delivery.error_policy import (
     AttemptDecision,
@@ -61,7 +70,7 @@ from turnlane.delivery.workers import (
     SendWorkers,
 )
 from turnlane.events import Block
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, count_cores
 
 MAX_WAIT: Final = 1.5
 """Seconds. A run waits at most this long to retry; for longer waits it defers the events and ends.
@@ -69,8 +78,6 @@ MAX_WAIT: Final = 1.5
 It never waits for an open breaker: if some tasks of a Spark batch waited and others did not, those
 few would have the destination to themselves afterwards. The planner of tasks also plans the probe.
 """
-MAX_PREPARES: Final = 2
-"""Batches that are prepared at a time."""
 PREPARED_AHEAD: Final = 2
 """Batches that are prepared in addition to the number that can be sent at a time."""
 SHARE_POLL: Final = 0.25
@@ -205,6 +212,7 @@ class DeliveryRun:
         self._preparing: set[SendBatch] = set()
         self._in_flight: set[SendAttempt] = set()
         self._rate_wait = 0.0
+        self._preparers = settings.preparers or count_cores()
         self._most: int | None = None
         """More events than this in one send were too large lately."""
         self._exhausted = False
@@ -218,7 +226,9 @@ class DeliveryRun:
                 self._take_blocks(source)
                 self._start_work()
                 while self._blocks and not self._blocks[0].open:
-                    result = self._blocks.popleft().get_result()
+                    progress = self._blocks.popleft()
+                    result = progress.get_result()
+                    self._forget_failed(progress.block, result)
                     dead = sum(len(letter.numbers) for letter in result.dead)
                     self._client.count(
                         delivered=result.delivered, dead=dead, kept=len(result.deferred)
@@ -258,8 +268,13 @@ class DeliveryRun:
             return not self._blocks
         busy = len(self._waiting) + len(self._ready) + len(self._preparing)
         busy += len(self._ordering_groups)
-        enough = 2 * self._concurrency.limit + PREPARED_AHEAD
+        enough = self._concurrency.limit + max(self._channel_size, self._preparers)
         return busy < enough and len(self._blocks) < MAX_OPEN_BLOCKS
+
+    @property
+    def _channel_size(self) -> int:
+        """The most batches that are prepared, or are being prepared, and not sent yet."""
+        return self._settings.channel_size or self._concurrency.limit + PREPARED_AHEAD
 
     # ── starting work ────────────────────────────────────────────────────────────────────────────
 
@@ -269,13 +284,14 @@ class DeliveryRun:
         if self._give_up_at is None and self._can_send_in_time(now):
             while self._delayed and self._delayed[0][0] <= now:
                 self._enqueue(heapq.heappop(self._delayed)[1])
+            # Sends first: a batch that is sent makes room for another one to be prepared.
+            self._start_sends(self._ready if self._settings.pipelined else self._waiting)
             if self._settings.pipelined:
-                room = self._concurrency.limit + PREPARED_AHEAD - len(self._ready)
-                while self._waiting and len(self._preparing) < min(MAX_PREPARES, room):
+                room = self._channel_size - len(self._ready)
+                while self._waiting and len(self._preparing) < min(self._preparers, room):
                     batch = heapq.heappop(self._waiting)
                     self._preparing.add(batch)
                     self._workers.prepare(batch, self.mailbox)
-            self._start_sends(self._ready if self._settings.pipelined else self._waiting)
         # Asking for permits may have changed what can be sent.
         if self._give_up_at is None and not self._can_send_in_time(now):
             self.stop()
@@ -364,9 +380,10 @@ class DeliveryRun:
         if message.unprepared and error is not None:
             decision = decide_after_failed_prepare(batch, attempt.count, error)
         else:
-            if batch.retries:
-                self._client.count_retry(error)
+            self._count_retry(batch, attempt.count, error)
             decision = decide_after_send(batch, attempt.count, error, self._settings.max_attempts)
+            if decision.later is not None:
+                self._remember_failed(decision.later, attempt.count)
             if error is None:
                 self._most = batch.search.most or self._most
             is_answer = decision.signal in (AttemptSignal.ANSWERED, AttemptSignal.PARTIAL)
@@ -427,12 +444,32 @@ class DeliveryRun:
         self._waiting, self._ready, self._delayed = [], [], []
         if now >= self._give_up_at:
             deferred += [*self._preparing, *(attempt.batch for attempt in self._in_flight)]
+            for attempt in self._in_flight:
+                self._remember_failed(attempt.batch, attempt.count)
             if self._in_flight:
                 self._workers.cancel()
             self._preparing, self._in_flight = set(), set()
         for batch in deferred:
             self._remember_attempts(batch)
             batch.defer()
+
+    def _count_retry(self, batch: SendBatch, count: int, error: BaseException | None) -> None:
+        """Count a send as a retry if an earlier send of its events failed, in whichever task."""
+        if not batch.retries and not self._client.has_any_failed:
+            return
+        sent = get_spans_by_source(batch.block.slice(0, count))
+        if self._client.has_failed(sent) if sent else batch.retries:
+            self._client.count_retry(error)
+
+    def _remember_failed(self, batch: SendBatch, count: int) -> None:
+        self._client.remember_failed(get_spans_by_source(batch.block.slice(0, count)))
+
+    def _forget_failed(self, block: Block, result: BlockResult) -> None:
+        if self._client.has_any_failed:
+            is_settled = np.ones(block.num_rows, dtype=np.bool_)
+            is_settled[result.deferred] = False
+            settled = block.filter(pa.array(is_settled))
+            self._client.forget_settled(get_spans_by_source(settled))
 
     def _remember_attempts(self, batch: SendBatch) -> None:
         """Have the destination's state remember how many times a batch failed, by its first event.

@@ -33,8 +33,9 @@ def make_concurrency_limit(settings: DeliverySettings, hint: int | None = None) 
     if settings.ordering is Ordering.STRICT:
         return ConcurrencyLimit(1, 1)
     if isinstance(settings.concurrency, int):
-        return ConcurrencyLimit(settings.concurrency, settings.concurrency)
-    return ConcurrencyLimit(settings.min_concurrency, settings.max_concurrency, hint)
+        return ConcurrencyLimit(settings.most_sends, settings.most_sends)
+    most = settings.most_sends
+    return ConcurrencyLimit(min(settings.min_concurrency, most), most, hint)
 
 
 class ConcurrencyLimit:

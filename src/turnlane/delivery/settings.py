@@ -80,8 +80,14 @@ class DeliverySettings(SettingsModel):
     )
     backoff: Duration = Field(
         default=1.0,
-        gt=0,
-        description="How long to wait after a failure. The wait doubles with every further one.",
+        description="How long to wait after a failure. The wait grows with every further one. "
+        "0: not at all, until the breaker opens.",
+    )
+    backoff_multiplier: float = Field(
+        default=2.0,
+        ge=1,
+        le=100,
+        description="By how much the wait grows with every further failure. 1: it stays the same.",
     )
     max_backoff: Duration = Field(default=300.0, description="The longest wait after failures.")
     jitter: float = Field(
@@ -91,7 +97,9 @@ class DeliverySettings(SettingsModel):
         description="The share by which a wait varies randomly, to either side.",
     )
     breaker_failures: int = Field(
-        default=5, ge=1, description="How many failures in a row open the breaker."
+        default=5,
+        ge=0,
+        description="How many failures in a row open the breaker. 0: it never opens.",
     )
     breaker_reset: Duration = Field(
         default=30.0,
@@ -131,6 +139,23 @@ class DeliverySettings(SettingsModel):
         default=True,
         description="Whether events are prepared on threads of their own while others are sent.",
     )
+    preparers: int = Field(
+        default=2,
+        ge=0,
+        description="How many threads of a task prepare events. 0: one for each core.",
+    )
+    senders: int | None = Field(
+        default=None,
+        ge=1,
+        description="The most threads of a task that send, whatever `concurrency` allows. "
+        "Default: no further limit.",
+    )
+    channel_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="The most prepared batches of a task that wait for a sender. Default: two more "
+        "than it sends at a time.",
+    )
     failover: FailoverSettings | None = Field(
         default=None,
         description="A second output, used while the first one is not available.",
@@ -143,7 +168,8 @@ class DeliverySettings(SettingsModel):
     @property
     def most_sends(self) -> int:
         """The most sends that a task may have in progress."""
-        return self.concurrency if isinstance(self.concurrency, int) else self.max_concurrency
+        fixed = self.concurrency if isinstance(self.concurrency, int) else self.max_concurrency
+        return min(fixed, self.senders or fixed)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -159,6 +185,15 @@ class DeliverySettings(SettingsModel):
         if self.backoff > self.max_backoff:
             raise ValueError(
                 f"backoff ({self.backoff:g} s) is more than max_backoff ({self.max_backoff:g} s)"
+            )
+        if not self.breaker_failures and not self.backoff:
+            raise ValueError(
+                "breaker_failures and backoff are both 0: a destination that is away would be "
+                "tried again and again without a pause; set one of them"
+            )
+        if not self.breaker_failures and self.failover is not None:
+            raise ValueError(
+                "breaker_failures is 0, but failover waits for the breaker to open: remove one"
             )
         if self.rate_limit is not None and self.rate_limit * self.max_time < 2:
             # Half a task's time must be enough for one event.

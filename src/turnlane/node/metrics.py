@@ -116,6 +116,10 @@ class _ActionSnapshot(NamedTuple):
 
 _ACTION_GAUGES: Final[MetricTable[_ActionSnapshot]] = {
     "queue_workers_active": ("Tasks that deliver now.", lambda s: s.activity.tasks),
+    "queue_workers_total": (
+        "Tasks that the lane may run at a time.",
+        lambda s: s.breaker.workers or s.breaker.most_tasks,
+    ),
     "queue_preparers_active": ("Blocks being prepared.", lambda s: s.activity.preparing),
     "queue_senders_active": ("Threads that are sending.", lambda s: s.activity.sending),
     "queue_sends_inflight": ("Sends in progress.", lambda s: s.activity.sending),
@@ -126,17 +130,11 @@ _ACTION_GAUGES: Final[MetricTable[_ActionSnapshot]] = {
     "queue_backoff_seconds": ("Seconds until the next send may begin.", lambda s: s.status.wait),
 }
 _ACTION_COUNTERS: Final[MetricTable[_ActionSnapshot]] = {
-    # It rarely changes, and Prometheus clients accept this name only for a counter.
-    "queue_workers": (
-        "Tasks that the lane may run at a time.",
-        lambda s: s.breaker.workers or s.breaker.most_tasks,
-    ),
     "circuit_breaker_open": ("Times the breaker has opened.", lambda s: s.status.opened),
     "circuit_breaker_rejected": ("Permits that were refused.", lambda s: s.status.rejected),
-    "queue_retry": ("Sends of events that were sent before.", lambda s: s.total("retries")),
+    "queue_retry": ("Sends of events whose earlier send failed.", lambda s: s.total("retries")),
     "queue_retry_success": ("Retries that succeeded.", lambda s: s.total("retry_successes")),
     "action_sends": ("Sends.", lambda s: s.total("sends")),
-    "action_send_failures": ("Sends that failed.", lambda s: s.total("failures")),
     "action_delivered_events": ("Events delivered.", lambda s: s.total("delivered")),
     "action_dead_events": ("Events that became dead letters.", lambda s: s.total("dead")),
     "action_rejected_records": (
@@ -144,6 +142,16 @@ _ACTION_COUNTERS: Final[MetricTable[_ActionSnapshot]] = {
         lambda s: s.total("rejected"),
     ),
     "action_kept_events": ("Events kept for a later batch.", lambda s: s.total("kept")),
+}
+
+_FAILURE_COUNTERS: Final[
+    Mapping[str, tuple[str, Callable[[DestinationStatus], Mapping[str, int]]]]
+] = {
+    "action_send_failures": ("Sends that failed, by the kind of error.", lambda s: s.failure_types),
+    "queue_retry_failure": (
+        "Retries that failed, by the kind of error.",
+        lambda s: s.retry_failures,
+    ),
 }
 
 
@@ -165,16 +173,17 @@ def collect_action_metrics(breakers: Breakers) -> Iterator[Metric]:
             for state in BreakerState
         ],
     )
-    yield build_counter(
-        "queue_retry_failure",
-        "Retries that failed, by the kind of error.",
-        ["action", "error_type"],
-        [
-            ([action, error], count)
-            for action, each in found.items()
-            for error, count in each.status.retry_failures.items()
-        ],
-    )
+    for name, (words, read) in _FAILURE_COUNTERS.items():
+        yield build_counter(
+            name,
+            words,
+            ["action", "error_type"],
+            [
+                ([action, error], count)
+                for action, each in found.items()
+                for error, count in read(each.status).items()
+            ],
+        )
 
 
 # ── queues, commits and inputs ───────────────────────────────────────────────────────────────────
@@ -216,6 +225,10 @@ _QUEUE_GAUGES: Final[MetricTable[Stats]] = {
         "How full the queue is, 0 to 1, by the limit that is nearer.",
         lambda s: s.utilization,
     ),
+    "queue_drain_seconds": (
+        "Seconds until nothing is pending at the rates of the last minute; +Inf: the queue grows.",
+        lambda s: s.drain_seconds,
+    ),
     "queue_disk_available_bytes": (
         "Free bytes of the file system of the queue.",
         lambda s: s.disk_available_bytes,
@@ -244,7 +257,7 @@ _QUEUE_COUNTERS: Final[MetricTable[Stats]] = {
         lambda s: s.ledger.dead,
     ),
     "queue_retry": (
-        "By queue: batches released to be read again. By action: sends of events sent before.",
+        "By queue: batches released. By action: sends of events whose earlier send failed.",
         lambda s: s.releases,
     ),
     "queue_full": ("Times a publisher found the queue full.", lambda s: s.full_waits),

@@ -103,6 +103,7 @@ class BreakerJson(TypedDict):
     latency: Annotated[float | None, Field(description="Seconds that a send takes.")]
     totals: Annotated[dict[str, int], Field(description="Counts of sends and events.")]
     retry_failures: Annotated[dict[str, int], Field(description="Failed retries by reason.")]
+    failure_types: Annotated[dict[str, int], Field(description="Failed sends by reason.")]
 
 
 @with_config(STRICT)
