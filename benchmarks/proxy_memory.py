@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -24,7 +25,7 @@ import turnlane
 from benchmarks.effort import Effort
 from benchmarks.lines import make_log_lines
 from benchmarks.measure import Series, alternate
-from benchmarks.outcome import Cell, Outcome, Table, make_figure
+from benchmarks.outcome import Cell, Figure, Outcome, Table, make_figure
 from benchmarks.process_memory import get_own_bytes
 from turnlane.errors import TransportDown
 from turnlane.events import Block
@@ -95,17 +96,19 @@ class CopyingTransport:
         return self._node.get(max_events, timeout)
 
 
-def _open_node(directory: Path) -> turnlane.Queue:
-    return turnlane.open_queue(
-        kind="disk", path=directory / "node", memory_bytes="4Gi", durability="interval"
-    )
+def _open_node(directory: Path, kind: str) -> turnlane.Queue:
+    knobs: dict[str, Any] = {"max_bytes": "4Gi", "size": 1_000_000}
+    if kind != "memory":
+        knobs |= {"path": directory / "node", "memory_bytes": "4Gi", "durability": "interval"}
+    return turnlane.open_queue(kind=kind, **knobs)
 
 
 def _wait_for(node: turnlane.Queue, events: int) -> None:
     idle = threading.Event()
     while node.stats().ledger.accepted < events:
         idle.wait(_LOOK_SECONDS)
-    node.producer(ack="persisted").publish(b"the end")
+    if node.stats().kind == "disk":
+        node.producer(ack="persisted").publish(b"the end")
 
 
 def _publish(client: turnlane.Queue, events: int) -> None:
@@ -114,22 +117,21 @@ def _publish(client: turnlane.Queue, events: int) -> None:
         producer.publish(line)
 
 
-def publish_through_proxy(directory: Path, events: int) -> list[object]:
+def publish_through_proxy(kind: str, directory: Path, events: int) -> list[object]:
     """Publish through a proxy queue until the node has all events; returns the queues."""
-    node = _open_node(directory)
+    node = _open_node(directory, kind)
     client = turnlane.open_queue(kind="proxy", transport=CopyingTransport(node))
     _publish(client, events)
-    # When this event is acked, the proxy knows that all events before it are persisted.
-    last = client.producer(ack="persisted", on_ack=lambda _: None)
-    last.publish(b"the end")
-    _wait_for(node, events + 1)
-    last.flush()
+    _wait_for(node, events)
+    idle = threading.Event()
+    while client.stats().size:  # the proxy has not heard of the last batches
+        idle.wait(_LOOK_SECONDS)
     return [client, node]
 
 
-def publish_through_own_queue(directory: Path, events: int) -> list[object]:
+def publish_through_own_queue(kind: str, directory: Path, events: int) -> list[object]:
     """Publish through a client's own queue, which keeps events until they are acked."""
-    node = _open_node(directory)
+    node = _open_node(directory, kind)
     client = turnlane.open_queue(kind="memory", size=events, max_bytes="4Gi")
     _publish(client, events)
     sent = []
@@ -142,9 +144,9 @@ def publish_through_own_queue(directory: Path, events: int) -> list[object]:
     return [client, node, sent]
 
 
-def publish_into_node(directory: Path, events: int) -> list[object]:
+def publish_into_node(kind: str, directory: Path, events: int) -> list[object]:
     """Publish into the node directly, for comparison."""
-    node = _open_node(directory)
+    node = _open_node(directory, kind)
     _publish(node, events)
     _wait_for(node, events)
     return [node]
@@ -187,24 +189,33 @@ def measure_memory(hold: Holding, effort: Effort, events: int) -> float:
 def run(effort: Effort) -> Outcome:
     """Compare a proxy in front of a node with two queues that both have all events."""
     events = effort.events(100_000, 200_000)
-    ways: dict[str, Holding] = {
-        "proxy and node": publish_through_proxy,
-        "client queue and node": publish_through_own_queue,
-    }
-    found = alternate(
-        {name: partial(measure_memory, hold, effort, events) for name, hold in ways.items()},
-        effort.rounds,
-    )
-    alone = partial(measure_memory, publish_into_node, effort, events)
-    found |= alternate({"node alone": alone}, effort.few_rounds)
-    series = {name: Series(each) for name, each in found.items()}
-    rows = {name: [Cell.of(each.map(lambda size: size / 1e6))] for name, each in series.items()}
-    ratio = series["proxy and node"].over(series["client queue and node"])
-    how = (
-        f"{events:,} events of 1 KB waiting in the node's memory: growth of the private "
-        "memory (USS) with a proxy in front of the node / with a second full queue there"
-    )
+    figures: list[Figure] = []
+    rows: dict[str, list[Cell | None]] = {}
+    for kind in ("disk", "memory", "disk_assisted"):
+        ways: dict[str, Holding] = {
+            "proxy and node": partial(publish_through_proxy, kind),
+            "client queue and node": partial(publish_through_own_queue, kind),
+        }
+        found = alternate(
+            {name: partial(measure_memory, hold, effort, events) for name, hold in ways.items()},
+            effort.rounds,
+        )
+        alone = partial(measure_memory, partial(publish_into_node, kind), effort, events)
+        found |= alternate({"node alone": alone}, effort.few_rounds)
+        series = {name: Series(each) for name, each in found.items()}
+        rows |= {
+            f"{name}, {kind}": [Cell.of(each.map(lambda size: size / 1e6))]
+            for name, each in series.items()
+        }
+        ratio = series["proxy and node"].over(series["client queue and node"])
+        how = (
+            f"{events:,} events of 1 KB, published at `accepted`, waiting in the memory of a "
+            f"node's `{kind}` queue: growth of the private memory (USS) with a proxy in front of "
+            "the node / with a second full queue there"
+        )
+        name = "proxy_memory_ratio" if kind == "disk" else f"proxy_memory_ratio_{kind}"
+        figures.append(make_figure(name, ratio, how, unit="×", at_most=0.6))
+    about = "The same, by the kind of the node's queue."
     return Outcome(
-        [make_figure("proxy_memory_ratio", ratio, how, unit="×", at_most=0.6)],
-        [Table("Memory while events wait in the node", "MB", ("memory",), rows, how + ".")],
+        figures, [Table("Memory while events wait in the node", "MB", ("memory",), rows, about)]
     )

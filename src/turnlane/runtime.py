@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Final, ParamSpec, Self, TypeVar
 
 from turnlane.errors import RetryLater
@@ -33,18 +32,28 @@ class Closeable(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 # ── threads ──
 # All threads are daemons: a thread that hangs in a call must not keep the process from ending.
 # Everything that has to be durable is synced before the call that stops the thread returns.
+
+
+def create_thread(
+    name: str,
+    work: Callable[Arguments, object],
+    *args: Arguments.args,
+    **kwargs: Arguments.kwargs,
+) -> threading.Thread:
+    """Create a daemon thread that calls ``work(*args, **kwargs)`` when the caller starts it."""
+    return threading.Thread(target=work, args=args, kwargs=kwargs, name=name, daemon=True)
 
 
 def start_thread(
@@ -54,7 +63,7 @@ def start_thread(
     **kwargs: Arguments.kwargs,
 ) -> threading.Thread:
     """Start ``work(*args, **kwargs)`` on a daemon thread, and return the thread."""
-    thread = threading.Thread(target=work, args=args, kwargs=kwargs, name=name, daemon=True)
+    thread = create_thread(name, work, *args, **kwargs)
     thread.start()
     return thread
 

@@ -164,7 +164,7 @@ def test_nothing_is_acked_by_a_close(buffered_kind: Harness) -> None:
 def test_a_close_counts_the_remaining_events(buffered_kind: Harness) -> None:
     """The close counts events in memory as dropped; events on disk are still pending."""
     queue = buffered_kind.open()
-    publish_all(queue.producer(), numbered(0, 3))
+    publish_all(make_producer_with_acks(queue)[0], numbered(0, 3))
     batch = queue.get(1)
     queue.close()
     ledger = queue.stats().ledger
@@ -232,7 +232,7 @@ def test_a_draining_close_waits_for_consumers(buffered_kind: Harness) -> None:
 def test_a_draining_close_gives_up_after_its_timeout(buffered_kind: Harness) -> None:
     """A consumer that never finishes delays a close only by the timeout."""
     queue = buffered_kind.open(shutdown_timeout="600s")
-    publish_all(queue.producer(), numbered(0, 2))
+    publish_all(make_producer_with_acks(queue)[0], numbered(0, 2))
     started = time.monotonic()
     queue.close(drain=True, timeout=0.1)
     assert 0.1 <= time.monotonic() - started < PATIENCE
@@ -243,7 +243,7 @@ def test_a_draining_close_gives_up_after_its_timeout(buffered_kind: Harness) -> 
 def test_a_draining_close_gives_up_after_shutdown_timeout(buffered_kind: Harness) -> None:
     """The default timeout of a draining close is the queue's ``shutdown_timeout``."""
     queue = buffered_kind.open(shutdown_timeout="50ms")
-    queue.producer().publish(b"one")
+    make_producer_with_acks(queue)[0].publish(b"one")
     started = time.monotonic()
     queue.close(drain=True)
     assert 0.05 <= time.monotonic() - started < PATIENCE
@@ -262,7 +262,7 @@ def test_a_draining_close_of_an_empty_queue_returns_at_once(any_kind: Harness) -
 def test_a_forced_close_ends_a_draining_one(buffered_kind: Harness) -> None:
     """A second close without drain ends the first one."""
     queue = buffered_kind.open()
-    queue.producer().publish(b"one")
+    make_producer_with_acks(queue)[0].publish(b"one")
     draining = Task(lambda: queue.close(drain=True, timeout=600))
     assert_never(lambda: not draining.running)
     queue.close()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import (
+    PATIENCE,
     Harness,
     Task,
     assert_never,
@@ -17,9 +18,14 @@ from tests.contract.harness import (
     numbered,
     publish_all,
     wait_for_line,
+    wait_until,
 )
+from tests.queue_internals import state_of
 from turnlane.errors import QueueFull
 from turnlane.events import block_of
+from turnlane.queues.api import Queue
+from turnlane.queues.buffered import BufferedQueue
+from turnlane.queues.disk_assisted import SpillStorage
 
 
 def test_the_bound_in_events_is_exact(buffered_kind: Harness) -> None:
@@ -292,3 +298,46 @@ def test_a_direct_queue_is_never_full(direct: Harness) -> None:
     assert direct.receive(queue, 1000) == numbered(0, 1000)
     assert queue.stats().size == 0
     assert queue.stats().full_waits == 0
+
+
+@pytest.mark.parametrize(("size", "high", "low"), [(50_000, 45_000, 31_500), (1000, 900, 630)])
+def test_spill_of_single_events_ends_at_the_low_watermark(
+    disk_assisted: Harness, size: int, high: int, low: int
+) -> None:
+    """Single events gather in large blocks, which are cut for this."""
+    queue = disk_assisted.open(size=size)
+    producer = queue.producer()
+    for number in range(high + 1):
+        producer.publish(b"%03d" % number)
+    wait_until(lambda: queue.stats().size <= high, "the spill")
+    wait_until(lambda: not has_more_to_spill(queue), "its end")
+    assert queue.stats().size == low
+    assert disk_assisted.receive(queue, high + 1) == numbered(0, high + 1)
+
+
+def has_more_to_spill(queue: Queue) -> bool:
+    assert isinstance(queue, BufferedQueue)
+    storage = state_of(queue).storage
+    assert isinstance(storage, SpillStorage)
+    return storage._is_spilling
+
+
+def test_spill_for_publishers_in_line_leaves_the_low_watermark(disk_assisted: Harness) -> None:
+    """A publisher that is faster than the disk does not empty the memory."""
+    queue = disk_assisted.open(size=1000)
+    producer = queue.producer()
+    for number in range(10_000):
+        producer.publish(b"%03d" % number, timeout=PATIENCE)
+        assert number < 1000 or queue.stats().size >= 630
+    assert disk_assisted.receive(queue, 10_000) == numbered(0, 10_000)
+
+
+def test_spill_makes_room_for_a_block_larger_than_the_low_watermark_leaves(
+    disk_assisted: Harness,
+) -> None:
+    """A low watermark close to the size must not keep a large block out."""
+    queue = disk_assisted.open(size=100, high_watermark=95, low_watermark=90)
+    producer = queue.producer()
+    producer.publish_block(block_of(numbered(0, 90)))
+    producer.publish_block(block_of(numbered(90, 140)), timeout=PATIENCE)
+    assert disk_assisted.receive(queue, 140) == numbered(0, 140)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import random
 import sys
 import threading
@@ -120,6 +121,16 @@ def test_a_pool_without_work_has_no_workers(keeping: Harness) -> None:
     queue = _open(keeping)
     with Pool(queue, Recorder()) as pool:
         assert_never(lambda: pool.active > 0, "a worker")
+
+
+def test_a_pool_with_zero_workers_has_two_for_each_core(keeping: Harness) -> None:
+    most = 2 * len(os.sched_getaffinity(0))
+    queue = _open(keeping, workers=0, worker_minimum_events=1, dequeue_batch_size=1)
+    together = threading.Barrier(most, timeout=PATIENCE)
+    with Pool(queue, Recorder(lambda batch: together.wait())) as pool:
+        _publish(queue, 0, 3 * most)
+        _await_delivered(queue, 3 * most)
+        assert pool.active <= most
 
 
 def test_a_longer_backlog_starts_more_workers(keeping: Harness) -> None:

@@ -36,7 +36,7 @@ from turnlane.errors import (
     SchemaMismatch,
     TransportDown,
 )
-from turnlane.events import block_of
+from turnlane.events import block_of, get_values
 from turnlane.node.node import Node
 
 
@@ -84,6 +84,30 @@ def test_killed_node_has_each_persisted_event_once(
     for number in range(4):
         mine = [value for value in found if value.startswith(b"%d-" % number)]
         assert mine == [b"%d-%d" % (number, each) for each in range(total)]
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk_assisted"])
+def test_killed_node_gets_again_what_the_level_of_each_producer_promises(
+    tmp_path: Path, kind: str
+) -> None:
+    """Many times what the proxy may keep waits in the node at ``accepted``, before the kill."""
+    with run_killed_node(tmp_path) as process, connect(process.url) as client:
+        queue = client.queue(kind, resend_bytes="64Ki", max_event_bytes="1Ki")
+        accepted = queue.producer()
+        persisted = queue.producer(ack="persisted", on_ack=(acks := Acks()))
+        for number in range(2000):
+            assert accepted.publish(b"a" * 500, timeout=PATIENCE)
+            if number % 100 == 0:
+                assert persisted.publish(b"p%d" % number, timeout=PATIENCE)
+        watching = client.queue(kind)
+        wait_until(lambda: queue.stats().size == 0, "everything in the node")
+        process.kill()
+        process.start()
+        with watching.get(timeout=PATIENCE) as batch:
+            assert get_values([batch.block]) == [b"p%d" % number for number in range(0, 2000, 100)]
+        acks.wait_for(20)
+        wait_until(lambda: queue.stats().ledger.pending == 0, "the end of all events")
+        assert queue.stats().ledger.dropped == {"missing": 2000}
 
 
 def test_consumer_continues_after_the_node_was_killed(tmp_path: Path) -> None:

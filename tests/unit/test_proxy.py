@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.contract.harness import PATIENCE, wait_until
+from tests.contract.harness import PATIENCE, Task, wait_until
 from tests.queue_internals import remote_storage_of, state_of
 from tests.recovery.proxy_harness import Publisher, await_values, impatience, open_proxy
 from turnlane.errors import QueueClosed, QueueEmpty, QueueFull, TransportDown
@@ -103,7 +104,7 @@ def test_contents_kept_for_resending_stay_within_resend_bytes(opened: Opening) -
     """Beyond it publishers wait, until the node has persisted something."""
     node = ModelNode()
     queue = opened(node, batch_size=4, batches=1, resend_bytes=1000, max_event_bytes=100)
-    producer = queue.producer()
+    producer = queue.producer(ack="persisted", on_ack=lambda _: None)
     value = b"x" * 84  # 100 bytes with the overhead of an event
 
     def is_stuck() -> bool:
@@ -111,7 +112,7 @@ def test_contents_kept_for_resending_stay_within_resend_bytes(opened: Opening) -
         full = queue.stats().size == 4
         return (
             full
-            and remote_storage_of(queue)._sent_bytes > 1000
+            and remote_storage_of(queue)._awaited_bytes > 1000
             and len(remote_storage_of(queue)._unaccepted) == 1
         )
 
@@ -152,6 +153,91 @@ def test_contents_are_given_up_once_persisted(opened: Opening) -> None:
     assert not remote_storage_of(queue)._unpersisted
     assert all(sent.block is None for sent in list(remote_storage_of(queue)._undelivered))
     assert all(sent.batch.is_freed for sent in list(remote_storage_of(queue)._undelivered))
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk_assisted"])
+def test_publisher_at_accepted_is_not_held_up_by_events_not_delivered(
+    opened: Opening, kind: str, tmp_path: Path
+) -> None:
+    """Forty times ``resend_bytes`` wait in the node's memory, and the proxy keeps nothing."""
+    path = {"path": tmp_path / "far"} if kind == "disk_assisted" else {}
+    with open_buffered_queue(QueueSettings.of(kind=kind, size=1000, **path)) as far:
+        queue = opened(LoopbackTransport(far), resend_bytes=1000, max_event_bytes=100)
+        producer = queue.producer()
+        for _ in range(400):
+            assert producer.publish(b"x" * 84, timeout=PATIENCE)
+        wait_until(lambda: far.stats().size == 400, "all events in the node")
+        wait_until(lambda: _count_kept(remote_storage_of(queue)) == 0, "no contents kept")
+        assert queue.stats().ledger.pending == 400
+        queue.close(drain=True, timeout=PATIENCE)
+        assert queue.stats().ledger.delivered == 400
+
+
+def test_producers_of_different_levels_share_a_proxy(opened: Opening) -> None:
+    """Only the events that are promised more than acceptance are kept and sent again."""
+    node = ModelNode()
+    queue = opened(node, batch_size=8, batches=2)
+    kept = {
+        level: Publisher(queue, node.values, level[0], AckLevel(level))
+        for level in ("persisted", "delivered")
+    }
+    silent = queue.producer()
+    for number in range(30):
+        silent.publish(b"a:%d" % number, timeout=PATIENCE)
+        kept["persisted" if number % 2 else "delivered"].publish(1)
+    await_values(node, 60)
+    storage = remote_storage_of(queue)
+    wait_until(lambda: not storage._unaccepted, "acceptance")
+    wait_until(lambda: _count_kept(storage) == 30, "the copies of two producers")
+    node.crash()
+    await_values(node, 30)
+    assert not [value for value in node.values() if value.startswith(b"a:")]
+    silent.publish(b"a:30")
+    await_values(node, 31)
+    node.become_eager("delivered")
+    for publisher in kept.values():
+        publisher.await_acks()
+        publisher.check(node.values())
+    wait_until(lambda: queue.stats().ledger.pending == 0, "the delivery of all")
+    assert _count_kept(storage) == 0
+    assert queue.stats().ledger.dropped == {"missing": 30}
+
+
+def _count_kept(storage: RemoteStorage) -> int:
+    with storage._lock:
+        return sum(sent.block.num_rows for sent in storage._unpersisted if sent.block is not None)
+
+
+def test_events_that_the_node_has_not_accepted_are_sent_again_at_every_level(
+    opened: Opening,
+) -> None:
+    """The first promise to every producer is that the node gets its events."""
+    node = ModelNode()
+    transport = FlakyTransport(node, crash=node.crash)
+    transport.die(Step.AFTER_SEND, crash=True)
+    queue = opened(transport, batch_size=8)
+    queue.producer().publish_block(block_of([b"%d" % number for number in range(8)]))
+    assert transport.await_death(Step.AFTER_SEND)
+    await_values(node, 8)
+    assert queue.stats().ledger.dropped == {}
+
+
+def test_block_that_reaches_beyond_its_batch_is_kept_while_a_flush_waits(opened: Opening) -> None:
+    """A flush waits for a position and has no events: it must hide no publisher behind it."""
+    node = ModelNode()
+    queue = opened(node, batch_size=4, batches=4)
+    first = queue.producer(ack="persisted", on_ack=lambda _: None)
+    first.publish_block(block_of([b"0", b"1"]))
+    flushing = Task(lambda: queue.wait_level(AckLevel.PERSISTED, 4, PATIENCE))
+    waiting = Task(lambda: queue.producer(ack="persisted").publish_block(block_of([b"x"] * 6)))
+    await_values(node, 8)
+    storage = remote_storage_of(queue)
+    wait_until(lambda: not storage._unaccepted, "acceptance")
+    node.crash()
+    await_values(node, 8)
+    node.persist()
+    assert flushing.result()
+    assert waiting.result().accepted == 6
 
 
 # Acks

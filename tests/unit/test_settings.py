@@ -48,7 +48,7 @@ KNOBS: dict[str, tuple[list[tuple[Any, Any]], list[Any]]] = {
     "completion_timeout": ([("2m", 120.0)], [0, "0s", "x"]),
     "idle_timeout": ([("10s", 10.0), (0, 0.0)], ["x", -1]),
     "save_on_shutdown": ([(False, False), ("true", True)], ["perhaps", 2]),
-    "workers": ([(8, 8)], [0, -1, "all", True]),
+    "workers": ([(8, 8), (0, 0)], [-1, "all", True]),
     "worker_minimum_events": ([(5000, 5000)], [0, "some", 50_001]),
     "durability": ([("always", Durability.ALWAYS), ("never", Durability.NEVER)], ["memory", 1]),
     "sync_interval": ([("200ms", 0.2)], [0, "0s", "x"]),

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from turnlane.queues.api import (
     AckCallback,
     AckLevel,
     Batch,
+    EventFields,
     FlowControl,
     Producer,
     Published,
@@ -216,12 +216,7 @@ class SpreadQueue(Queue):
         with ThreadPoolExecutor(len(self._queues)) as pool:
             list(pool.map(lambda queue: queue.close(drain=drain, timeout=timeout), self._queues))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Drain the queue if the block ends without an error, so that no event is lost."""
         self.close(drain=kind is None)
 
@@ -250,35 +245,15 @@ class SpreadProducer(Producer):
         value: bytes,
         key: str | None = None,
         *,
-        headers: Mapping[str, str] | None = None,
-        timestamp: int | None = None,
-        severity: int | None = None,
-        source: str | None = None,
         timeout: float | None = None,
+        **fields: Unpack[EventFields],
     ) -> bool:
-        return self._of(key).publish(
-            value,
-            key,
-            headers=headers,
-            timestamp=timestamp,
-            severity=severity,
-            source=source,
-            timeout=timeout,
-        )
+        return self._of(key).publish(value, key, timeout=timeout, **fields)
 
     def try_publish(
-        self,
-        value: bytes,
-        key: str | None = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timestamp: int | None = None,
-        severity: int | None = None,
-        source: str | None = None,
+        self, value: bytes, key: str | None = None, **fields: Unpack[EventFields]
     ) -> bool:
-        return self._of(key).try_publish(
-            value, key, headers=headers, timestamp=timestamp, severity=severity, source=source
-        )
+        return self._of(key).try_publish(value, key, **fields)
 
     def publish_block(
         self, block: Block, *, sequence: int | None = None, timeout: float | None = None

@@ -15,11 +15,12 @@ import contextlib
 import threading
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import NamedTuple
 
-from turnlane.intervals import RangeSet
+from turnlane.intervals import RangeSet, Span
 from turnlane.logs import get_logger
 from turnlane.queues.api import Ack, AckCallback, AckLevel, Durability
 from turnlane.runtime import start_thread
@@ -156,6 +157,20 @@ class Watermark:
         """Return the highest offset up to ``limit`` that a publisher waits for; 0 if none."""
         index = bisect_right(self._waiters, limit, key=lambda each: each.offset)
         return self._waiters[index - 1].offset if index else 0
+
+    def list_awaited(self, first: int, end: int) -> Iterator[Span]:
+        """Iterate over the parts of a range for which a publisher waits or a listener is due."""
+        at = bisect_right(self._runs, first, key=lambda run: run.end)
+        runs = ((run.first, run.end) for run in islice(self._runs, at, None))
+        at = bisect_right(self._waiters, first, key=lambda each: each.offset)
+        waiters = (
+            (each.first, each.offset)
+            for each in islice(self._waiters, at, None)
+            if each.first < each.offset  # or it waits for a position and has no events
+        )
+        for awaited in (runs, waiters):
+            for start, stop in takewhile(lambda span: span[0] < end, awaited):
+                yield max(first, start), min(end, stop)
 
     def lose(self, first: int, end: int) -> None:
         """Note that these events were dropped; their publisher is told when its turn comes."""

@@ -212,6 +212,11 @@ class Admission:
         """Whether publishers wait in line for room."""
         return bool(self.line)
 
+    @property
+    def needed_room(self) -> tuple[int, int]:
+        """The events and bytes of the first request in line; nothing without a line."""
+        return (self.line[0].request.events, self.line[0].request.size) if self.line else (0, 0)
+
     def fits(self, events: int, size: int) -> bool:
         """Whether there is room and publishers are let in; the line does not matter here."""
         return not self.is_held and self.has_room(events, size)

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import abc
 import enum
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, Protocol, Self, TypedDict, TypeVar
 
 from turnlane.errors import ConfigError
 from turnlane.events import Block, Event, iterate_events
 from turnlane.ledger import Ledger
+from turnlane.pacing import estimate_drain_seconds
 from turnlane.runtime import Closeable
 
 
@@ -121,6 +122,15 @@ class Place:
 
     def __len__(self) -> int:
         return self.end - self.first
+
+
+class EventFields(TypedDict, total=False):
+    """The optional arguments of :meth:`Producer.try_publish`, for producers that pass them on."""
+
+    headers: Mapping[str, str] | None
+    timestamp: int | None
+    severity: int | None
+    source: str | None
 
 
 class Producer(Closeable):
@@ -233,12 +243,7 @@ class Batch(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.done()
         else:
@@ -345,6 +350,10 @@ class Stats:
     """Counter: times blocks went from memory to the disk."""
     quarantined: int = 0
     """Counter: unreadable pieces that were set aside."""
+    rate_in: float | None = None
+    """Events that were accepted per second in the last minute; ``None`` if not known yet."""
+    rate_out: float | None = None
+    """Events that were settled per second in the last minute."""
     trouble: str = ""
     """Why the queue cannot write to its disk; empty if it can."""
 
@@ -358,9 +367,21 @@ class Stats:
         ]
         return min(1.0, max(ratios, default=0.0))
 
+    @property
+    def drain_seconds(self) -> float | None:
+        """Seconds until nothing is pending, at the present rates; infinite if the queue grows."""
+        if self.rate_in is None or self.rate_out is None:
+            return None
+        return estimate_drain_seconds(self.ledger.pending, self.rate_in, self.rate_out)
+
     def as_dict(self) -> dict[str, object]:
-        """Return the stats as values for JSON."""
-        return asdict(self) | {"ledger": self.ledger.as_dict(), "utilization": self.utilization}
+        """Return the stats as values for JSON, which has no infinite number."""
+        drain = self.drain_seconds
+        return asdict(self) | {
+            "ledger": self.ledger.as_dict(),
+            "utilization": self.utilization,
+            "drain_seconds": None if drain is None or math.isinf(drain) else drain,
+        }
 
 
 class NodeProgress(NamedTuple):

@@ -269,6 +269,12 @@ class Buffer:
                 at += block.num_rows
         return found
 
+    def cut_at(self, offset: int) -> None:
+        """Cut the sealed range that has ``offset`` in its middle."""
+        at = bisect_right(self._sealed, offset, key=lambda each: each.end)
+        found = self._sealed[at]
+        self._sealed.insert(at, found.cut_head(offset - found.first))
+
     def uncharge(self, first: int, end: int) -> tuple[int, int]:
         """Stop charging the events ``first`` to ``end - 1``, which are settled.
 

@@ -16,7 +16,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Final, NamedTuple
 from weakref import WeakSet
 
@@ -192,15 +191,9 @@ class BufferedQueue(Queue):
             )
 
     def _undrained(self) -> int:
-        """Return how many events a drain waits for: a node keeps what it has persisted."""
-        state = self._state
-        if not self._storage.is_remote:
-            return state.positions.pending
-        if state.admission.failure is not None:
-            return 0
-        return count_offsets(
-            state.positions.find_unsettled(state.acks.persisted.position, state.positions.end)
-        )
+        """Return how many events a drain waits for. Under the lock."""
+        failed = self._state.admission.failure is not None
+        return 0 if failed and self._storage.is_remote else self._storage.count_undrained()
 
     def _close(self) -> None:
         state, limit = self._state, self.settings.shutdown_timeout
@@ -217,12 +210,7 @@ class BufferedQueue(Queue):
                     mark.abandon()
             state.acks.dispatcher.stop(limit)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # The events of a remote storage are lost with this process unless the node has them.
         self.close(drain=self._storage.is_remote and kind is None)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import NoReturn, Unpack
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.errors import BatchFreed, EventTooLarge, NotSupported, QueueClosed, RetryLater
@@ -22,6 +22,7 @@ from turnlane.queues.api import (
     AckLevel,
     Consumer,
     Durability,
+    EventFields,
     FlowControl,
     Producer,
     Published,
@@ -265,18 +266,9 @@ class DirectProducer(Producer):
         return self._deliver(block).accepted > 0
 
     def try_publish(
-        self,
-        value: bytes,
-        key: str | None = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timestamp: int | None = None,
-        severity: int | None = None,
-        source: str | None = None,
+        self, value: bytes, key: str | None = None, **fields: Unpack[EventFields]
     ) -> bool:
-        return self.publish(
-            value, key, headers=headers, timestamp=timestamp, severity=severity, source=source
-        )
+        return self.publish(value, key, **fields)
 
     def publish_block(
         self, block: Block, *, sequence: int | None = None, timeout: float | None = None

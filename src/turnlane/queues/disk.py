@@ -39,6 +39,7 @@ from turnlane.queues.api import AckLevel, Durability, Stats
 from turnlane.queues.buffer import BlockRange
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.storage_api import Storage, StorageHost, StoredState, TakeBatch
+from turnlane.runtime import create_thread
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.producer_sequences import SequencedRange
 from turnlane.storage.reader import UnreadableRange
@@ -128,9 +129,7 @@ class LogStorage(Storage):
         self._fetching = threading.Lock()
         """Held while a consumer reads: a close lets it finish before it closes the files."""
         self._is_closed = False
-        self._writer = threading.Thread(
-            target=self._run, name=f"turnlane-writer-{settings.name}", daemon=True
-        )
+        self._writer = create_thread(f"turnlane-writer-{settings.name}", self._run)
 
     # ── what a kind decides ─────────────────────────────────────────────────────────────────────
 

@@ -187,26 +187,47 @@ class SpillStorage(LogStorage):
         )
 
     def _surplus(self) -> tuple[int, int]:
-        """Return how many events and bytes leave memory: all, if publishers wait for room."""
+        """Return how many events and bytes leave memory: down to the low watermark.
+
+        More if the first publisher in line needs more room, and all if the queue is closed.
+        """
         fill = self._host.admission
-        if self._is_stopping or fill.has_waiting_line:
+        if self._is_stopping:
             return fill.events, fill.bytes
-        return fill.events - self._low_level.events, fill.bytes - self._low_level.bytes
+        events, size = fill.needed_room
+        return (
+            fill.events - min(self._low_level.events, fill.max_events - events),
+            fill.bytes - min(self._low_level.bytes, fill.max_bytes - size),
+        )
 
     def _choose_oldest(self) -> list[BlockRange]:
         """Return the surplus, from the oldest events in memory on; batches in flight included."""
         surplus, surplus_bytes = self._surplus()
         chosen: list[BlockRange] = []
         size = 0
-        for each in self._host.list_ranges_in_memory(self.store.log.end):
+        for events in self._host.list_ranges_in_memory(self.store.log.end):
             if surplus <= 0 and surplus_bytes <= size:
                 break
-            if chosen and size + each.size > SPILL_BYTES:
+            if chosen and size + events.size > SPILL_BYTES:
                 break
-            chosen.append(each)
-            surplus -= len(each)
-            size += each.size
+            by_bytes = -(-(surplus_bytes - size) * len(events) // max(1, events.size))
+            wanted = max(surplus, by_bytes)
+            if wanted < len(events) and self._can_cut(events):
+                self._host.buffer.cut_at(events.first + wanted)
+                chosen.append(events.cut_head(wanted))
+            else:
+                chosen.append(events)
+            surplus -= len(chosen[-1])
+            size += chosen[-1].size
         return chosen
+
+    def _can_cut(self, events: BlockRange) -> bool:
+        """Whether a part of a range can go to disk, so that the spill ends at the low watermark.
+
+        Not if a consumer holds it, or if the sequence numbers of the part are not known.
+        """
+        is_numbered = bool(events.sequences) and not events.is_consecutive
+        return events.first >= self._host.buffer.first and not is_numbered
 
     def _record_attempts(self, ranges: Sequence[BlockRange]) -> None:
         """Record how often ranges were handed out, so that a restart does not forget it."""

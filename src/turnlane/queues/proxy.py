@@ -1,9 +1,11 @@
 """The ``proxy`` kind: a buffer in the client, in front of a node that has the real queue.
 
-It holds a few batches. The room of a batch is free again when the node has accepted it. The
-contents are kept, within ``resend_bytes``, until the node says *persisted*, because a node that
-dies in between has to get them again. After that only the ack is outstanding. Every event has a
-sequence number of this producer, so that the node drops repeats.
+It holds a few batches. The room of a batch is free again when the node has accepted it. Then the
+level of each producer decides. Events at ``accepted`` are the node's from then on: it has promised
+no more. The contents of the others are kept, within ``resend_bytes``, until the node says
+*persisted*, because a node that dies in between has to get them again; after that only the ack is
+outstanding. A queue of the node that is in memory says *persisted* when it has delivered. Every
+event has a sequence number of this producer, so that the node drops repeats.
 
 If the node refuses a block for good (a column of another type, a token without the right, no such
 queue), it would refuse the block each time, and nothing may overtake it: the queue has *failed*.
@@ -26,10 +28,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 
 from turnlane.errors import Never, QueueClosed, QueueEmpty, TransportDown
 from turnlane.events import Block
+from turnlane.intervals import RangeSet, Span
 from turnlane.logs import get_logger
 from turnlane.pacing import double_wait, scatter_wait
 from turnlane.queues.api import (
@@ -43,7 +47,7 @@ from turnlane.queues.api import (
 from turnlane.queues.positions import BufferedBatch
 from turnlane.queues.settings import QueueSettings
 from turnlane.queues.storage_api import Storage, StorageHost, TakeBatch
-from turnlane.runtime import start_thread
+from turnlane.runtime import create_thread, start_thread
 
 log = get_logger(__name__)
 
@@ -65,13 +69,19 @@ def retry_delay(failures: int, jitter: float) -> float:
 class SentBatch:
     """A batch that was sent, or is being sent."""
 
-    sequence: int
     end: int
+    """The sequence number after the last event."""
     batch: BufferedBatch
+    awaited: RangeSet
+    """The offsets that are kept until they are persisted."""
+    spans: list[Span]
+    """The sequence numbers of the events in ``block``: all, and once accepted, only those."""
     block: Block | None
-    """The contents, until they are persisted."""
+    """The contents, as long as they may have to be sent again."""
+    size: int
+    """The bytes that the awaited events count for."""
     bytes_end: int
-    """All bytes sent up to here, this batch included."""
+    """All such bytes up to here, this batch included."""
 
 
 class RemoteStorage(Storage):
@@ -105,8 +115,12 @@ class RemoteStorage(Storage):
         """The offset up to which events were sent, on this connection or another."""
         self._urged = 0
         """The offset up to which the node was asked, on this connection, to persist them soon."""
-        self._sent_bytes = 0
+        self._awaited_bytes = 0
+        """The bytes of all sent events that had to be kept until they were persisted."""
         self._persisted_bytes = 0
+        """How many of these bytes are persisted."""
+        self._handed_over = RangeSet()
+        """Offsets that the node has accepted, and that are not kept. The queue's lock guards it."""
         self._persisted = 0
         """The offset up to which the node has persisted events."""
         self._advances = 0
@@ -116,9 +130,7 @@ class RemoteStorage(Storage):
         self._has_logged_closed = False
         self._connection: NodeConnection | None = None
         self._stopping = threading.Event()
-        self._sender = threading.Thread(
-            target=self._run, name=f"turnlane-proxy-{settings.name}", daemon=True
-        )
+        self._sender = create_thread(f"turnlane-proxy-{settings.name}", self._run)
 
     def start(self, host: StorageHost, take: TakeBatch) -> None:
         self._host = host
@@ -137,10 +149,17 @@ class RemoteStorage(Storage):
             self._disconnect(connection)  # the sender may be blocked in it, at a busy node
         if threading.current_thread() is not self._sender:
             self._sender.join(CLOSE_SECONDS)
-        with self._host.lock:
-            # The node keeps the events that it has persisted; publishers heard of no delivery.
-            self._host.settle_delivered(self._persisted, notify=False)
-            self._host.drop_unstored(0)
+        host = self._host
+        with host.lock:
+            # The node keeps the events that it has promised; publishers heard of no delivery.
+            for first, end in ((0, self._persisted), *self._handed_over):
+                host.settle_delivered(first, end, notify=False)
+            host.drop_unstored(0)
+
+    def count_undrained(self) -> int:
+        host = self._host
+        spans = host.positions.find_unsettled(host.persisted.position, host.positions.end)
+        return sum(end - first - self._handed_over.overlap(first, end) for first, end in spans)
 
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
@@ -216,11 +235,23 @@ class RemoteStorage(Storage):
             self._urged = 0
             if self._base is None:
                 self._base = connection.resume_at
-            safe = self._base + self._persisted
-        if connection.resume_at < safe:
-            lost = safe - connection.resume_at
+            resume_at = connection.resume_at - self._base
+            lost = max(0, self._persisted - resume_at)
+        lost += self._give_up_lost(max(0, resume_at))
+        if lost:
             log.error("queue.node_lost_events", queue=self._name, events=lost)
         self._handle_progress(NodeProgress(connection.resume_at, 0, 0))
+
+    def _give_up_lost(self, resume_at: int) -> int:
+        """Settle events that the node had accepted and lost, and that are not kept here."""
+        host = self._host
+        with host.lock:
+            spans = self._handed_over.within(resume_at, host.positions.end)
+            before = host.positions.pending
+            for span in spans:
+                self._handed_over.remove(*span)
+                host.lose(*span)
+            return before - host.positions.pending
 
     def _disconnect(self, connection: NodeConnection) -> None:
         try:
@@ -272,10 +303,14 @@ class RemoteStorage(Storage):
         base = self._base or 0
         first, end = base + batch.place.first, base + batch.place.end
         block = batch.block
+        with self._host.lock:
+            awaited = self._host.find_awaited(batch.place.first, batch.place.end)
+        size = batch.size * awaited.total // len(batch)
         with self._lock:
             self._sent = batch.place.end
-            self._sent_bytes += batch.size
-            sent = SentBatch(first, end, batch, block, self._sent_bytes)
+            self._awaited_bytes += size
+            spans = [(first, end)]
+            sent = SentBatch(end, batch, awaited, spans, block, size, self._awaited_bytes)
             for waiting in (self._unaccepted, self._unpersisted, self._undelivered):
                 waiting.append(sent)
         return sent
@@ -284,13 +319,17 @@ class RemoteStorage(Storage):
         with self._news:
             self._news.wait_for(lambda: self._can_keep(sent) or not self._is_usable())
             block = sent.block if self._is_usable() else None
+            spans = sent.spans
         if block is not None:
-            connection.send(sent.sequence, block)
+            at = 0
+            for first, end in spans:
+                connection.send(first, block.slice(at, end - first))
+                at += end - first
 
     def _can_keep(self, sent: SentBatch) -> bool:
         """Whether this batch, too, can be kept for sending it again; a single one always is."""
         kept = sent.bytes_end - self._persisted_bytes
-        return kept <= self._settings.resend_bytes or self._unpersisted[0] is sent
+        return not sent.size or kept <= max(self._settings.resend_bytes, sent.size)
 
     # ── listening ───────────────────────────────────────────────────────────────────────────────
 
@@ -330,15 +369,33 @@ class RemoteStorage(Storage):
             self._news.notify_all()
         for sent in accepted:
             sent.batch.free()
+            if sent.block is not None:
+                self._hand_over(sent, base)
         host = self._host
         with host.lock:
-            host.settle_delivered(progress.delivered - base, notify=True)
+            self._handed_over.drop_below(self._persisted)
+            host.settle_delivered(0, progress.delivered - base, notify=True)
             # Events that were dropped here need not be persisted there.
             left = host.positions.find_unsettled(self._persisted, host.positions.end)
             host.mark_persisted(left[0][0] if left else host.positions.end)
         for sent in delivered:
             with contextlib.suppress(QueueClosed):  # it is settled by offset
                 sent.batch.done()
+
+    def _hand_over(self, sent: SentBatch, base: int) -> None:
+        """The node has accepted a batch: keep only the events that were promised more."""
+        place, awaited = sent.batch.place, sent.awaited
+        if sent.block is None or awaited.covers(place.first, place.end):
+            return
+        with self._host.lock:
+            for span in awaited.missing(place.first, place.end):
+                self._handed_over.add(*span)
+        rows = [np.arange(first - place.first, end - place.first) for first, end in awaited]
+        # A copy: a slice would keep the memory of the whole block.
+        block = sent.block.take(np.concatenate(rows)) if rows else None
+        with self._lock:
+            sent.spans = [(base + first, base + end) for first, end in awaited]
+            sent.block = block
 
 
 def _take_reached(waiting: deque[SentBatch], position: int) -> list[SentBatch]:

@@ -30,6 +30,7 @@ from pydantic import (
 
 from turnlane.memory import memory_limit
 from turnlane.queues.api import Durability, FullBehavior
+from turnlane.runtime import count_cores
 from turnlane.units import Duration, Percentage, Size, TimeWindow, format_size
 from turnlane.validation import ConfigIssue, ContradictorySettings, convert_validation_error
 
@@ -330,7 +331,13 @@ class QueueSettings(BaseModel):
     )
 
     # workers
-    workers: Count = knob(1, STORING, "The most workers a pool runs at a time.", example=8, ge=1)
+    workers: Count = knob(
+        1,
+        STORING,
+        "The most workers a pool runs at a time. 0: two for each core.",
+        example=8,
+        ge=0,
+    )
     worker_minimum_events: Count | None = knob(
         None,
         STORING,
@@ -400,7 +407,8 @@ class QueueSettings(BaseModel):
     resend_bytes: Size = knob(
         "64Mi",
         (Kind.PROXY,),
-        "The most bytes accepted by the node but not yet persisted, kept to be sent again.",
+        "The most bytes kept to be sent again: accepted by the node, not yet persisted, published "
+        "at a level above `accepted`.",
         example="128Mi",
         ge=1,
     )
@@ -429,6 +437,11 @@ class QueueSettings(BaseModel):
         """Return the kinds of queue that a knob belongs to."""
         extra: Any = cls.model_fields[knob].json_schema_extra
         return tuple(Kind(kind) for kind in extra["kinds"])
+
+    @property
+    def most_workers(self) -> int:
+        """The most workers of a pool, with a number for 0."""
+        return self.workers or 2 * count_cores()
 
     @property
     def explicit(self) -> frozenset[str]:
@@ -563,7 +576,7 @@ def _compute_defaults(settings: QueueSettings) -> None:
     if is_proxy:  # it takes its batches itself, to send them
         set_default("dequeue_batch_size", settings.batch_size)
     size = settings.size
-    share = settings.dequeue_batch_size if size is None else max(1, size // settings.workers)
+    share = settings.dequeue_batch_size if size is None else max(1, size // settings.most_workers)
     set_default("worker_minimum_events", share)
     largest = min([settings.max_event_bytes, *_event_bounds(settings).values()])
     set_default("max_event_bytes", largest)

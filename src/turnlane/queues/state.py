@@ -28,9 +28,10 @@ import pyarrow as pa
 from turnlane.clock import Clock
 from turnlane.errors import SchemaMismatch
 from turnlane.events import Block
-from turnlane.intervals import Span, count_offsets
+from turnlane.intervals import RangeSet, Span, count_offsets
 from turnlane.ledger import Outcome, OutcomeTotals
 from turnlane.logs import get_logger
+from turnlane.pacing import FlowRates
 from turnlane.queues.acks import AckTracker
 from turnlane.queues.admission import Admission
 from turnlane.queues.api import AckLevel, Durability, Stats
@@ -62,6 +63,8 @@ class QueueState:
         self.storage = storage
         self.stored_id = found.queue_id
         """The id that the queue keeps across restarts; empty if nothing survives one."""
+        self._clock = clock
+        self._flow = FlowRates()
         # Called for every single event: without the frame of the clock around it.
         self.time_ns = time.time_ns if type(clock) is Clock else clock.time_ns
         self.lock = threading.Lock()
@@ -358,10 +361,17 @@ class QueueState:
         if self.is_finished:
             self.changed.notify_all()
 
-    def settle_delivered(self, offset: int, *, notify: bool) -> None:
+    def find_awaited(self, first: int, end: int) -> RangeSet:
+        found = RangeSet()
+        for mark in self.acks.watermarks:
+            for span in mark.list_awaited(first, end):
+                found.add(*span)
+        return found
+
+    def settle_delivered(self, first: int, end: int, *, notify: bool) -> None:
         # Not beyond the end: another client may use the same producer id.
-        end = min(offset, self.positions.end)
-        self.totals.add(Outcome.DELIVERED, self.positions.settle(self.positions.low, end))
+        fresh = self.positions.settle(first, min(end, self.positions.end))
+        self.totals.add(Outcome.DELIVERED, fresh)
         if notify:
             self.acks.advance(self.acks.delivered, self.positions.low)
 
@@ -411,10 +421,15 @@ class QueueState:
     def describe(self) -> Stats:
         """Return the stats, without the part of the storage."""
         settings = self.settings
+        ledger = self.totals.ledger(self.positions.end, self.positions.pending)
+        self._flow.add(self._clock.monotonic(), ledger.accepted, ledger.settled)
+        rate_in, rate_out = self._flow.get_rates() or (None, None)
         return Stats(
             name=settings.name,
             kind=settings.kind.value,
-            ledger=self.totals.ledger(self.positions.end, self.positions.pending),
+            ledger=ledger,
+            rate_in=rate_in,
+            rate_out=rate_out,
             size=self.admission.events,
             bytes=self.admission.bytes,
             max_size=settings.size,

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from turnlane.errors import Bug
 from turnlane.events import Block
-from turnlane.intervals import Span
+from turnlane.intervals import RangeSet, Span
 from turnlane.ledger import Outcome
 from turnlane.queues.acks import Watermark
 from turnlane.queues.admission import Admission
@@ -91,8 +91,11 @@ class StorageHost(Protocol):
     def wait_level(self, level: AckLevel, end: int, timeout: float | None) -> bool:
         """Wait until everything below ``end`` has reached a level; false on timeout or close."""
 
-    def settle_delivered(self, offset: int, *, notify: bool) -> None:
-        """Report that the node delivered everything below ``offset``."""
+    def find_awaited(self, first: int, end: int) -> RangeSet:
+        """Return the events of a range of which publishers still have to hear."""
+
+    def settle_delivered(self, first: int, end: int, *, notify: bool) -> None:
+        """Report that the node delivered a range, or has promised to."""
 
     def lose(self, first: int, end: int) -> None:
         """Report that storage lost the events of the range."""
@@ -185,6 +188,10 @@ class Storage(abc.ABC):
     def get(self, max_events: int | None, timeout: float) -> Batch:
         """Get a batch from the node; only if :attr:`is_remote`."""
         raise Bug(f"no batch of {max_events} events in {timeout} s: the storage is not remote")
+
+    def count_undrained(self) -> int:
+        """Return how many events a draining close waits for. Under the lock."""
+        return self._host.positions.pending
 
     # Acks
 

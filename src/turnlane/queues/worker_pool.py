@@ -34,7 +34,7 @@ from turnlane.pacing import double_wait, scatter_wait
 from turnlane.queues.api import Batch, Consumer, Queue
 from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import STORING
-from turnlane.runtime import Closeable, start_thread
+from turnlane.runtime import Closeable, create_thread, start_thread
 
 log = get_logger(__name__)
 
@@ -74,9 +74,7 @@ class _Worker:
         self._batch: Batch | None = None
         self._since = 0.0
         self.cancelled = False
-        self.thread = threading.Thread(
-            target=self._run, name=f"turnlane-worker-{pool.queue.name}-{number}", daemon=True
-        )
+        self.thread = create_thread(f"turnlane-worker-{pool.queue.name}-{number}", self._run)
 
     def _run(self) -> None:
         try:
@@ -294,7 +292,7 @@ class WorkerPool(Closeable):
         backlog = self.queue.await_backlog(POLL_SECONDS if self.active else 1.0)
         if not self.queue.closed:
             minimum = settings.worker_minimum_events or settings.dequeue_batch_size
-            wanted = count_wanted_workers(backlog, minimum, settings.workers)
+            wanted = count_wanted_workers(backlog, minimum, settings.most_workers)
             with self._changed:
                 while len(self._workers) < wanted and self.running:
                     self._started += 1
