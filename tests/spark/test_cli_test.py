@@ -291,4 +291,4 @@ actions:
 
 def test_configuration_that_spark_accepts_is_valid(turnlane: Run) -> None:
     said = turnlane("validate", CONFIG, "--spark")
-    assert said.stdout == "c.yaml: ok, 1 queue, 0 inputs, 7 actions\n", said.output
+    assert said.stdout == "c.yaml: ok, 7 queues, 0 inputs, 7 actions\n", said.output

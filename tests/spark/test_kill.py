@@ -94,6 +94,22 @@ spark: {master: "local[2]"}
 """
 
 
+STRICT = """\
+node:
+  data: data
+  flight: {listen: "127.0.0.1:PORT"}
+  http: {enabled: false}
+parse: none
+actions:
+  - name: web
+    filter: if(CAST(CAST(value AS string) AS int) % 40 = 7, raise_error('no'), true)
+    queue: disk
+    lane: {min_events: 1000000000, max_age: 1d}
+    output: {type: file, path: web.jsonl}
+spark: {master: "local[2]"}
+"""
+
+
 def value(number: int) -> bytes:
     """Every tenth event is no JSON: it goes only to the dead letters."""
     return b"no json %d" % number if is_broken(number) else b'{"n": %d}' % number
@@ -384,6 +400,29 @@ def test_only_events_in_flight_at_a_kill_are_sent_again(
     assert {each for each, times in arrived.items() if times > 1} <= opened
     assert max(arrived.values()) <= 2
     assert all(ledger["adds_up"] and not ledger["pending"] for ledger in ledgers), ledgers
+
+
+def test_events_that_a_filter_cannot_handle_are_dead_once_after_kills(tmp_path: Path) -> None:
+    """The processes are killed while the main lane searches for the bad events."""
+    with has_process(tmp_path, STRICT) as victim:
+        wait_for_web(victim, accepted=0)
+        for first, what in enumerate(("node", "both")):
+            before = count_failures(victim)
+            publish(victim, first * 200, 200)
+            wait_until(lambda n=before: count_failures(victim) > n, "a failure", PATIENCE)  # type: ignore[misc]
+            victim.kill(what)
+        wait_for_web(victim, accepted=390)
+        ledgers = {name: each["ledger"] for name, each in victim.client.stats().items()}
+        passed, dead = (contents(victim.client, name) for name in ("web", "main.dead"))
+        assert victim.stop() == 0, victim.lives[-1].errors
+    assert sorted(map(int, dead)) == list(range(7, 400, 40))
+    assert sorted(map(int, passed)) == [number for number in range(400) if number % 40 != 7]
+    assert all(ledger["adds_up"] for ledger in ledgers.values()), ledgers
+    assert (ledgers["main"]["dead"], ledgers["main"]["pending"]) == (10, 0)
+
+
+def count_failures(victim: KilledProcess) -> int:
+    return victim.lives[-1].errors.count("lane.failed lane=main reason=")
 
 
 def publish(victim: KilledProcess, first: int, count: int) -> set[bytes]:

@@ -23,6 +23,7 @@ from turnlane.client.node_client import RemoteNode
 from turnlane.delivery.settings import DIRECT, DeliverySettings, FailoverSettings
 from turnlane.errors import LaneTaken
 from turnlane.node.flight.server import FlightPlane
+from turnlane.node.metrics import collect_action_metrics
 from turnlane.outputs.file import FileOutputSettings
 from turnlane.outputs.http import HttpOutputSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
@@ -137,6 +138,49 @@ def test_destination_gets_all_events_after_an_outage(world: World) -> None:
         away.back()
         world.wait_until_empty("a")
     assert_each_once(away.taken, values)
+
+
+def read_counters(node: Served, *names: str) -> dict[str, float]:
+    """Return some counters of the only action, as a scrape finds them, by name and error type."""
+    return {
+        "/".join([sample.name.removeprefix("turnlane_"), *list(sample.labels.values())[1:]]): (
+            sample.value
+        )
+        for metric in collect_action_metrics(node.node.breakers)
+        for sample in metric.samples
+        if metric.name.removeprefix("turnlane_") in names
+    }
+
+
+def test_outage_over_many_tasks_and_two_runs_of_the_lane_is_counted(world: World) -> None:
+    """Every task sends once, because the backoff is longer than the task."""
+    away = world.destination()
+    refusals = [*[Reply(503)] * 4, *[Reply(429)] * 2]
+    away.refuse = lambda _: refusals.pop() if refusals else None
+    values = world.send("a", 10)
+    action = http("a", away, delivery={"max_time": 0.01, "breaker_reset": 0.05})
+    with Pipe(world.node.url, action) as pipe:
+        wait_until(lambda: away.refused >= 3, "three failures", PATIENCE)
+    assert len(pipe.lanes["a"].batches) >= 3, "one failure in each batch"
+    with Pipe(world.node.url, action):
+        world.wait_until_empty("a")
+    assert_each_once(away.taken, values)
+    names = ("queue_retry", "queue_retry_success", "queue_retry_failure", "action_send_failures")
+    assert read_counters(world.node, "action_sends", *names) == {
+        "action_sends_total": 7,
+        "action_send_failures_total/rate_limit": 2,
+        "action_send_failures_total/server_error": 4,
+        "queue_retry_total": 6,
+        "queue_retry_success_total": 1,
+        "queue_retry_failure_total/rate_limit": 1,
+        "queue_retry_failure_total/server_error": 4,
+    }
+    more = world.send("a", 10, start=10)
+    with Pipe(world.node.url, action):
+        world.wait_until_empty("a")
+    assert_each_once(away.taken, values + more)
+    assert read_counters(world.node, "queue_retry") == {"queue_retry_total": 6}, "events are new"
+    assert not world.node.node.breakers.of("a").destination.request_permit().failed
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from turnlane.errors import ConfigError
 from turnlane.formats.parse_settings import Format
 from turnlane.outputs.file import FileOutputSettings
 from turnlane.outputs.spark import SparkSinkSettings
+from turnlane.pipeline.settings import LaneSettings
 from turnlane.queues.settings import Kind
 from turnlane.service import check
 
@@ -446,7 +447,7 @@ def test_init_writes_a_valid_example_and_never_replaces_a_file(tmp_path: Path) -
     assert pipeline is not None
     assert list(pipeline.lane_names()) == ["main", "alerts", "archive", "counts"]
     checked = CliRunner().invoke(app, ["validate", str(file)])
-    assert checked.stdout == f"{file}: ok, 0 queues, 2 inputs, 4 actions\n"
+    assert checked.stdout == f"{file}: ok, 4 queues, 2 inputs, 4 actions\n"
     file.write_text("mine")
     again = CliRunner().invoke(app, ["init", str(file)])
     assert again.exit_code == 1
@@ -595,3 +596,10 @@ def test_checkpoints_that_are_not_a_directory_are_refused() -> None:
     assert loads(text("/shared/c")).checkpoints() == Path("/shared/c")
     fault = load_with_one_issue(text("hdfs://nn:9000/c"))
     assert "4:22: spark.checkpoints: is a directory that every machine has, " in fault
+
+
+@pytest.mark.parametrize(("workers", "most"), [(None, 3), (0, 6), (1, 1), (8, 8)])
+def test_lane_has_a_task_for_each_core_or_two_with_zero_workers(
+    workers: int | None, most: int
+) -> None:
+    assert LaneSettings(workers=workers).get_workers(cores=3) == most

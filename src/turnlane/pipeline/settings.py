@@ -92,8 +92,9 @@ class LaneSettings(SettingsModel):
     )
     workers: int | None = Field(
         default=None,
-        ge=1,
-        description="The most tasks of a batch. Default: one for each core of Spark.",
+        ge=0,
+        description="The most tasks of a batch. 0: two for each core of Spark. Default: one for "
+        "each core.",
     )
     worker_minimum_events: int = Field(
         default=100_000, ge=1, description="A batch gets one more task for each this many events."
@@ -105,6 +106,10 @@ class LaneSettings(SettingsModel):
         description="After this time with events waiting, without a batch that ends and without a "
         "known reason, the lane reports that it has stalled, and starts again if that is safe.",
     )
+
+    def get_workers(self, cores: int) -> int:
+        """Return how many tasks a batch may have if Spark has this many cores."""
+        return cores if self.workers is None else self.workers or 2 * cores
 
 
 class ActionSettings(SettingsModel):
@@ -173,8 +178,11 @@ class ActionSettings(SettingsModel):
 
     @property
     def dead_letters(self) -> str | None:
-        """The queue of undeliverable events; ``None`` if Spark itself writes the output."""
-        return None if self.output.type in (DISCARD, SPARK) else f"{self.name}.dead"
+        """The queue of events that cannot be transformed or delivered; ``None`` without either."""
+        has_code = self.transform is not None or self.sql is not None
+        if self.is_discard or (self.output.type == SPARK and not has_code):
+            return None
+        return f"{self.name}.dead"
 
 
 class PipelineSettings(SettingsModel):
@@ -192,9 +200,15 @@ class PipelineSettings(SettingsModel):
         return DEAD_LETTERS if self.parse is not None and self.parse.on_error == "dead" else None
 
     @property
+    def has_code(self) -> bool:
+        """Whether the main lane has a transform or filters, which may fail at an event."""
+        return self.transform is not None or any(action.filter for action in self.actions)
+
+    @property
     def dead_letter_queues(self) -> list[str]:
-        """All dead letter queues: of events that cannot be parsed or cannot be delivered."""
-        names = [self.dead_letters, *(action.dead_letters for action in self.actions)]
+        """All dead letter queues: of events that cannot be parsed, transformed or delivered."""
+        main = DEAD_LETTERS if self.dead_letters or self.has_code else None
+        names = [main, *(action.dead_letters for action in self.actions)]
         return [name for name in names if name is not None]
 
     @property

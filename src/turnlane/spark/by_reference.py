@@ -6,7 +6,7 @@ Why it exists
     severity, and the output takes the bytes as they arrived.
 
 When it applies
-    ``lane_shape`` decides it, from the settings alone:
+    ``lane_shape`` decides it:
 
     - ``COPY_EVENTS``: the main lane, if all outputs take the raw value. Spark gets the offset of
       each event and the columns that filters read. It returns the offset and the routes, a bit for

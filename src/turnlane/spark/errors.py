@@ -60,6 +60,12 @@ def describe_failure(error: BaseException) -> str:
     return (found or type(error).__name__)[:MAX_REASON_LENGTH]
 
 
+def has_own_error(error: BaseException) -> bool:
+    """Whether an error of Spark comes from turnlane itself: a node is away, or refuses."""
+    own = ("turnlane.", "pyarrow._flight.")
+    return any(line.startswith(own) for line in _list_lines(str(error)))
+
+
 def _find_last_exception(text: str) -> str | None:
     """Return the exception of the last traceback in a text; its line, if it has no message."""
     _, found, after = text.rpartition(_TRACEBACK)

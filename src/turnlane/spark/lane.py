@@ -9,6 +9,9 @@ A lane's status also says what keeps the lane from sending, although its query r
 or a full queue (:class:`BlockedReason`), or that it collects events for a batch. If events wait
 (:class:`WaitingEvents`), no batch ends and nothing of this is the reason, the lane is stalled: it
 reports that with what Spark is doing, and starts its query again if that is safe.
+
+If the query fails because of its events, the lane isolates them (``isolation``) before it starts
+the query again.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]  # has none
+from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
@@ -34,8 +38,10 @@ from turnlane.client.node_client import UnsettledSpans
 from turnlane.errors import RetryLater, TurnlaneError
 from turnlane.logs import get_logger
 from turnlane.pacing import Backoff
+from turnlane.runtime import create_thread
 from turnlane.spark.batch_planning import TAKEN_EVENTS, UNKNOWN_POSITION, QueryPosition
-from turnlane.spark.errors import describe_failure
+from turnlane.spark.errors import describe_failure, has_own_error
+from turnlane.spark.isolation import EventIsolation
 from turnlane.spark.nodes import BreakerClient, Nodes
 from turnlane.spark.steps import BreakerStates, DeliveryPaths, Suspension, find_suspension
 
@@ -226,12 +232,17 @@ class Lane:
         on_progress: ProgressHandler | None = None,
         get_suspension: GetSuspension = lambda: None,
         watch: LaneWatch | None = None,
+        *,
+        isolation: EventIsolation | None = None,
     ) -> None:
         self.name = name
         self._start_query = start_query
         self._on_progress = on_progress or (lambda _: None)
         self._get_suspension = get_suspension
         self._suspension: Suspension | None = None
+        self._isolation = isolation
+        self._code_error: str | None = None
+        """Why no event passes the lane's code, until a batch does."""
         self._stop = threading.Event()
         self._hurry = threading.Event()
         """Set when the lane must no longer wait for the batch in progress."""
@@ -248,7 +259,7 @@ class Lane:
         self._detector = StallDetector(self._watch.limits)
         self._collecting: Collecting | None = None
         self._stalled: str | None = None
-        self._thread = threading.Thread(target=self._run, name=f"lane-{name}", daemon=True)
+        self._thread = create_thread(f"lane-{name}", self._run)
 
     def start(self) -> None:
         """Start the thread."""
@@ -305,14 +316,34 @@ class Lane:
             except Exception as error:  # noqa: BLE001 - other lanes continue in any case
                 self._reason = describe_failure(error)
                 log.warning("lane.failed", lane=self.name, reason=self._reason)
+                if self._isolate(error):
+                    failures = 0
+                    continue
             if self._stop.is_set():
                 break
             # After a batch the lane had recovered, so this is the first failure of a new series.
             failures = 1 if self._batches > batches else failures + 1
+            wait = RESTART_BACKOFF.get_wait(failures)
+            if self._code_error is not None:
+                self._suspension = Suspension(wait, why=self._code_error)
             self._state = LaneState.WAITING
-            self._stop.wait(RESTART_BACKOFF.get_wait(failures))
+            self._stop.wait(wait)
             self._restarts += 1
         self._state = LaneState.STOPPED
+
+    def _isolate(self, error: Exception) -> bool:
+        """Give up the events at which the query has failed; returns whether there were any."""
+        is_query = isinstance(error, StreamingQueryException) and not has_own_error(error)
+        self._code_error = None
+        if self._isolation is None or not is_query or self._stop.is_set():
+            return False
+        try:
+            found = self._isolation.isolate(self._stop.is_set)
+        except Exception as failure:  # noqa: BLE001 - the lane starts again in any case
+            log.warning("lane.isolation_failed", lane=self.name, error=describe_failure(failure))
+            return False
+        self._code_error = found.code_error
+        return found.dead > 0
 
     def _run_once(self) -> None:
         self._state, self._last_progress = LaneState.STARTING, None
@@ -346,6 +377,8 @@ class Lane:
             elif self._process_event(event, run):
                 return True
             self._suspension = self._get_suspension()
+            if self._suspension is None and self._code_error is not None:
+                self._suspension = Suspension(0.0, why=self._code_error)
             if event is None:
                 self._check_stall(query)
         return False
@@ -371,7 +404,7 @@ class Lane:
         return False
 
     def _set_progress(self, progress: StreamingQueryProgress) -> None:
-        self._state, self._reason = LaneState.RUNNING, None
+        self._state, self._reason, self._code_error = LaneState.RUNNING, None, None
         self._last_progress = progress
         self._on_progress(progress)
 
@@ -496,7 +529,7 @@ class QueryEventListener:
         self._handlers = handlers
         self._runs: dict[str, EventHandler] = {}
         """The runs in progress. Spark sends the start of a run before its other events."""
-        self._thread = threading.Thread(target=self._run, name="lane-events", daemon=True)
+        self._thread = create_thread("lane-events", self._run)
 
     def start(self) -> None:
         """Start to listen; call it before the queries start."""

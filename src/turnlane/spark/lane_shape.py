@@ -3,8 +3,8 @@
 A lane reads a queue, makes something of the events and passes them on. Most of its cost is the way
 of each row from Python into Java and back, and of each column in it. So a lane gets the cheapest
 shape that its settings allow; :class:`LaneShape` lists the shapes with their reasons. The choice
-depends only on settings and on whether Spark needs state for the action's query. It does not depend
-on these:
+depends only on settings, on whether Spark needs state for the action's query, and on whether a
+filter is random. It does not depend on these:
 
 - **The number of nodes.** Every shape works with several nodes: an event stays on its node.
 - **Exactly once.** Outputs that write each event once know the events by queue, partition and
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from typing import Final
@@ -53,8 +53,7 @@ class LaneShape(StrEnum):
     queue to queue itself (``by_reference``)."""
     COPY_GROUPS = "copy_groups"
     """The same, with one row for all events of a block that look the same to the filters. Possible
-    if filters read only columns with few values, such as the severity. If a filter turns out to be
-    random, the pipeline falls back to ``COPY_EVENTS``."""
+    if filters read only columns with few values, such as the severity, and no filter is random."""
     DELIVER_ROWS = "deliver_rows"
     """The lane of an action, in general: events travel through Spark, which applies the transform
     and makes the payloads. Tasks deliver. The lane's cursor in the node is the truth: what a task
@@ -80,12 +79,15 @@ class LaneShape(StrEnum):
         return self in (LaneShape.SPARK_SINK, LaneShape.QUEUE_SINK, LaneShape.FOREACH_BATCH)
 
 
-def choose_main_shape(settings: PipelineSettings) -> LaneShape:
-    """Choose how the main lane runs."""
+def choose_main_shape(
+    settings: PipelineSettings, has_random_filters: Callable[[], bool]
+) -> LaneShape:
+    """Choose how the main lane runs; ``has_random_filters`` asks Spark, and only if it matters."""
     if build_main_steps(settings) or not can_copy_by_reference(settings):
         return LaneShape.ROUTE_ROWS
-    can_group = find_columns_for_filters(settings) <= GROUPABLE_COLUMNS
-    return LaneShape.COPY_GROUPS if can_group else LaneShape.COPY_EVENTS
+    if find_columns_for_filters(settings) <= GROUPABLE_COLUMNS and not has_random_filters():
+        return LaneShape.COPY_GROUPS
+    return LaneShape.COPY_EVENTS
 
 
 def choose_action_shape(action: ActionSettings, *, is_stateful: bool) -> LaneShape:

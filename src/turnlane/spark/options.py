@@ -119,6 +119,10 @@ def merge_path(options: Mapping[str, str], name: str) -> dict[str, str]:
     return given
 
 
+def _parse_json(value: object) -> object:
+    return json.loads(value) if isinstance(value, str) else value
+
+
 class Options(BaseModel):
     """Options that Spark passes as texts, with names in camel case."""
 
@@ -280,6 +284,14 @@ class ReadOptions(SourceOptions):
     )
 
 
+class SpanReadOptions(ReadOptions):
+    """The options of a reader of certain events, for a lane that looks for bad ones."""
+
+    spans: Annotated[tuple[tuple[int, int, int], ...], BeforeValidator(_parse_json)] = Field(
+        description="Nodes with their first offsets and ends, as JSON."
+    )
+
+
 class WriteOptions(SourceOptions):
     """The options of a sink."""
 
@@ -297,10 +309,6 @@ class WriteOptions(SourceOptions):
 
 
 # ── lanes ──
-
-
-def _parse_json(value: object) -> object:
-    return json.loads(value) if isinstance(value, str) else value
 
 
 class LaneReadOptions(ReadOptions):
@@ -374,8 +382,10 @@ class LaneWriteOptions(WriteOptions):
 
 def parse_read_options(given: Mapping[str, str]) -> ReadOptions:
     """Check the options of a reader, of a lane if they name one. Raises ``ConfigError``."""
-    is_lane = "lane" in {name.lower() for name in given}
-    return (LaneReadOptions if is_lane else ReadOptions).from_spark(given)
+    names = {name.lower() for name in given}
+    if "spans" in names:
+        return SpanReadOptions.from_spark(given)
+    return (LaneReadOptions if "lane" in names else ReadOptions).from_spark(given)
 
 
 def parse_write_options(given: Mapping[str, str]) -> WriteOptions:

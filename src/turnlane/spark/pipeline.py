@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # has none
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, DataFrameReader, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter
@@ -41,10 +42,17 @@ from turnlane.delivery.settings import GROUP_OFFSETS, PAYLOAD, PRIORITY, ROUTES
 from turnlane.errors import QueueExists, RetryLater, TurnlaneError
 from turnlane.logs import get_logger
 from turnlane.outputs.spark import SparkSinkSettings
-from turnlane.pipeline.settings import MAIN, ActionSettings, LaneSettings, PipelineSettings
+from turnlane.pipeline.settings import (
+    DEAD_LETTERS,
+    MAIN,
+    ActionSettings,
+    LaneSettings,
+    PipelineSettings,
+)
 from turnlane.spark.by_reference import SPAN_ROW_SCHEMA
 from turnlane.spark.checkpoints import Checkpoints, to_spark_uri
 from turnlane.spark.checks import check_pipeline
+from turnlane.spark.isolation import CodeStep, EventIsolation, Events
 from turnlane.spark.lane import (
     BlockedReason,
     BreakerPoller,
@@ -83,7 +91,13 @@ from turnlane.spark.queue_reader import QuerySettler
 from turnlane.spark.routing import RouteConditions, add_payload, add_route_bits, add_routes
 from turnlane.spark.row_codec import encode_nulls
 from turnlane.spark.session import NO_ARROW_BYTE_LIMIT, override_settings
-from turnlane.spark.sinks import check_sink, with_file_batching, write_to_queue, write_to_sink
+from turnlane.spark.sinks import (
+    check_sink,
+    select_sink_columns,
+    with_file_batching,
+    write_to_queue,
+    write_to_sink,
+)
 from turnlane.spark.steps import LaneStep, list_required_paths
 from turnlane.spark.transforms import (
     apply_action,
@@ -94,6 +108,7 @@ from turnlane.spark.transforms import (
     parse_and_transform,
     restore_from_queue,
     select_queue_columns,
+    use_try_casts,
 )
 
 log = get_logger(__name__)
@@ -105,6 +120,8 @@ CREATE_SECONDS: Final = 10.0
 STATS_SECONDS: Final = 5.0
 """How long to wait for the state of a node's queues."""
 
+Read = Callable[[str], DataStreamReader | DataFrameReader]
+"""Returns the reader of a queue: of a stream, or of some of its events."""
 LaneSnapshot = tuple[LaneState, str | None, str | None, str | None, bool]
 """The parts of a lane's status whose changes are reported: state, reason, suspension, stall, and
 whether it has collected events once: a lane that collects does so before each batch."""
@@ -213,22 +230,58 @@ class Pipeline:
         blocked = BlockedReason(self._breakers, list_required_paths(steps), full_queues)
         watch = self._watch(MAIN, self._settings.lane, steps)
         start = self._start_alone(self._start_main)
-        return Lane(MAIN, start, get_suspension=blocked, watch=watch)
+        isolation = self._isolate_in_main()
+        return Lane(MAIN, start, get_suspension=blocked, watch=watch, isolation=isolation)
 
     def _start_main(self, run: str) -> StreamingQuery:
         settings, steps = self._settings, build_main_steps(self._settings)
         options = build_lane_read_options(MAIN, run, settings.lane, steps, self._list_queues())
         reader = self._read(MAIN, settings.lane).options(**options)
-        shape = choose_main_shape(settings)
+
+        def has_random_filters() -> bool:
+            return not is_deterministic(self._select_route_bits(reader, grouped=True))
+
+        shape = choose_main_shape(settings, has_random_filters)
         if shape is not LaneShape.ROUTE_ROWS:
             return self._start_copying(reader, run, grouped=shape is LaneShape.COPY_GROUPS)
         columns = find_filter_columns(settings)
         events = parse_and_transform(reader.load(), settings, columns)
-        rows = add_routes(events, settings.actions, settings.dead_letters, settings.joined_queues)
+        rows = self._route(events)
         if any(step.output is not None for step in steps):
             rows = add_payload(rows, "json" if columns is None else "raw")
         rows = select_queue_columns(rows, settings)
         return self._start_lane_query(rows, MAIN, run, settings.lane, steps)
+
+    def _route(self, events: DataFrame) -> DataFrame:
+        settings = self._settings
+        return add_routes(events, settings.actions, settings.dead_letters, settings.joined_queues)
+
+    def _isolate_in_main(self) -> EventIsolation | None:
+        """Return how to find events that the transform or a filter cannot handle."""
+        settings, columns = self._settings, find_filter_columns(self._settings)
+        if not settings.has_code:
+            return None
+
+        def step(name: str, apply: Callable[[DataFrame], DataFrame]) -> CodeStep:
+            def build(events: Events) -> DataFrame:
+                with self._start_lock:
+                    source = self._read_events(MAIN, events).load()
+                    return apply(parse_and_transform(source, settings, columns))
+
+            return CodeStep(name, build)
+
+        steps = [
+            step(f"the filter of {action.name}", partial(_select_condition, action.filter))
+            for action in settings.actions
+            if action.filter is not None
+        ]
+        if settings.transform is not None:
+            steps.insert(0, step(f"the transform {settings.transform}", lambda events: events))
+        # The columns of payloads and queues: those that the lane does not need are not computed.
+        whole = step("the lane", lambda events: select_queue_columns(self._route(events), settings))
+        letters = LaneStep(action=MAIN, source_queue=MAIN, dead_letters=DEAD_LETTERS)
+        limit = settings.lane.max_events
+        return EventIsolation(self._nodes, [MAIN], [*steps, whole], letters, limit)
 
     def _start_copying(
         self, reader: DataStreamReader, run: str, *, grouped: bool
@@ -236,8 +289,6 @@ class Pipeline:
         """Start the main lane by reference: see ``by_reference``."""
         settings = self._settings
         rows = self._select_route_bits(reader, grouped=grouped)
-        if grouped and not is_deterministic(rows):
-            rows = self._select_route_bits(reader, grouped=False)
         routes = RouteConditions.from_actions(settings.actions, joined=settings.joined_queues)
         copies = to_json(list(routes.queued))
         with override_settings(self._spark, NO_ARROW_BYTE_LIMIT):
@@ -270,7 +321,9 @@ class Pipeline:
             steps = [build_lane_step(action)]
             blocked = BlockedReason(self._breakers, list_required_paths(steps))
             watch = self._watch(action.name, action.lane, steps)
-            return Lane(action.name, start, checkpoints.on_progress, blocked, watch)
+            isolation = self._isolate_in_action(action)
+            progress = checkpoints.on_progress
+            return Lane(action.name, start, progress, blocked, watch, isolation=isolation)
         action = with_file_batching(action)
         settler = QuerySettler(self._nodes, action.name)
 
@@ -283,7 +336,35 @@ class Pipeline:
 
         start = partial(self._start_with_checkpoint, action, shape, checkpoints)
         watch = self._watch(action.name, action.lane, has_checkpoint=True)
-        return Lane(action.name, self._start_alone(start), on_progress, watch=watch)
+        start = self._start_alone(start)
+        isolation = self._isolate_in_action(action)
+        return Lane(action.name, start, on_progress, watch=watch, isolation=isolation)
+
+    def _isolate_in_action(self, action: ActionSettings) -> EventIsolation | None:
+        """Return how to find events that the transform or SQL of an action cannot handle."""
+        if action.dead_letters is None or (action.transform is None and action.sql is None):
+            return None
+
+        def step(name: str, changed: ActionSettings, *, is_last: bool = False) -> CodeStep:
+            def build(events: Events) -> DataFrame:
+                with self._start_lock:
+                    read = partial(self._read_events, events=events)
+                    if is_last and not isinstance(action.output, SparkSinkSettings):
+                        return self._make_payloads(changed, read)
+                    rows = self._apply_action(changed, read)
+                    return select_sink_columns(rows, action.output) if is_last else rows
+
+            return CodeStep(name, build)
+
+        steps = [step("the output's columns", action, is_last=True)]
+        if action.sql is not None:
+            steps.insert(0, step("the sql", action))
+        if action.transform is not None:
+            without_sql = action.model_copy(update={"sql": None})
+            steps.insert(0, step(f"the transform {action.transform}", without_sql))
+        queues = [action.name, *action.with_queues]
+        letters = build_lane_step(action)
+        return EventIsolation(self._nodes, queues, steps, letters, action.lane.max_events)
 
     def _watch(
         self,
@@ -315,31 +396,37 @@ class Pipeline:
         steps = [build_lane_step(action)]
         options = build_lane_read_options(action.name, run, action.lane, steps)
         reader = self._read(action.name, action.lane).options(**options)
-        columns, payload_format = find_task_columns(action), get_payload_format(action)
         if shape is LaneShape.DELIVER_BY_REFERENCE:
+            columns = find_task_columns(action)
             assert columns is not None
             spans = reader.schema(SPAN_ROW_SCHEMA).option("byPlace", value=True).load()
             reads = to_json(sorted(columns))
             return self._start_lane_query(spans, action.name, run, action.lane, steps, reads=reads)
+        rows = self._make_payloads(action, lambda _: reader)
+        return self._start_lane_query(rows, action.name, run, action.lane, steps)
+
+    def _make_payloads(self, action: ActionSettings, read: Read) -> DataFrame:
+        """Return the rows of an action's lane as tasks deliver them."""
+        columns, payload_format = find_task_columns(action), get_payload_format(action)
         reads_all = columns is None or payload_format != "raw" or action.transform is not None
         events = self._apply_action(
-            action, reader, None if columns is None or reads_all else columns | {"value"}
+            action, read, None if columns is None or reads_all else columns | {"value"}
         )
         rows = drop_variants(add_payload(events, payload_format))
         if columns is not None and columns <= set(rows.columns):
             # If a column is missing, the task reports it.
             rows = rows.select(PAYLOAD, *sorted(columns))
-        return self._start_lane_query(rows, action.name, run, action.lane, steps)
+        return rows
 
     def _start_with_checkpoint(
         self, action: ActionSettings, shape: LaneShape, checkpoints: Checkpoints, run: str
     ) -> StreamingQuery:
         """Start a lane whose checkpoint is the truth: it continues where the last run ended."""
         del run
-        reader = self._read_with_checkpoint(
-            action.name, action.lane, consume=bool(action.with_queues)
-        )
-        rows = self._apply_action(action, reader)
+        # Spark does not say which of several queues a progress is of, so their readers settle them.
+        consume = bool(action.with_queues)
+        read = partial(self._read_with_checkpoint, settings=action.lane, consume=consume)
+        rows = self._apply_action(action, read)
         sink = action.output if isinstance(action.output, SparkSinkSettings) else None
         writes_files = sink is not None and bool(sink.place)
         checkpoint = checkpoints.prepare(self._compute_fingerprint(action), stays=writes_files)
@@ -364,19 +451,20 @@ class Pipeline:
     def _apply_action(
         self,
         action: ActionSettings,
-        reader: DataStreamReader,
+        read: Read,
         columns: AbstractSet[str] | None = None,
     ) -> DataFrame:
         """Return the rows of an action's lane, made of all columns of its queue or of some."""
         schema = get_queue_schema(self._spark, self._settings)
         if columns is not None and columns <= set(schema.names):
             schema = _select_fields(schema, columns)
-        events = restore_from_queue(reader.schema(schema).load(), self._settings)
-        return apply_action(action, events, partial(self._read_joined_queue, action))
+        source = read(action.name).schema(schema).load()
+        events = restore_from_queue(source, self._settings)
+        return apply_action(action, events, partial(self._read_joined_queue, read))
 
-    def _read_joined_queue(self, action: ActionSettings, name: str) -> DataFrame:
+    def _read_joined_queue(self, read: Read, name: str) -> DataFrame:
         """Read a queue that an action's SQL joins with. Only this reader settles it."""
-        reader = self._read_with_checkpoint(name, action.lane, consume=True)
+        reader = read(name)
         if name not in self._list_queues():
             return reader.load()
         schema = get_queue_schema(self._spark, self._settings)
@@ -409,6 +497,20 @@ class Pipeline:
         # a lane's queue, except to remove them.
         return self._read(queue, settings).options(skipSettled=True, consume=consume)
 
+    def _read_events(self, queue: str, events: Events) -> DataFrameReader:
+        """Read some events as they are now, to find the one that makes a lane fail."""
+        # Makes the session active in this thread, as in `_start_alone`.
+        self._spark.createDataFrame([], "nothing string")
+        options = {
+            **self._access,
+            "queue": queue,
+            "includeHeaders": "true",
+            "skipSettled": "true",
+            "failOnDataLoss": "false",
+            "spans": to_json([each[1:] for each in events if each.queue == queue]),
+        }
+        return self._spark.read.format("turnlane").options(**options)
+
     def _read(self, queue: str, settings: LaneSettings) -> DataStreamReader:
         options = {
             **self._access,
@@ -427,7 +529,7 @@ class Pipeline:
 
     def _get_workers(self, settings: LaneSettings) -> int:
         """Return how many tasks a lane may have at a time."""
-        return settings.workers or self._spark.sparkContext.defaultParallelism
+        return settings.get_workers(self._spark.sparkContext.defaultParallelism)
 
     def _start_lane_query(
         self,
@@ -457,6 +559,10 @@ class Pipeline:
             .trigger(processingTime=f"{settings.trigger} seconds")
             .start()
         )
+
+
+def _select_condition(condition: str, events: DataFrame) -> DataFrame:
+    return events.select(F.expr(use_try_casts(condition)))
 
 
 def _select_fields(schema: StructType, names: AbstractSet[str]) -> StructType:

@@ -73,6 +73,7 @@ from turnlane.spark.options import (
     ROWS_PER_BATCH,
     Offsets,
     ReadOptions,
+    SpanReadOptions,
     get_range,
 )
 from turnlane.spark.row_codec import Mask, RowBuilder
@@ -318,6 +319,10 @@ class QueueBatchReader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         scan = self._scan
+        if isinstance(self._options, SpanReadOptions):
+            spans = self._options.spans
+            cut = (scan.cut_into_partitions({n: first}, {n: end}) for n, first, end in spans)
+            return [partition for each in cut for partition in each]
         extents = scan.nodes.get_extents(self._options.queue)
         start = scan.find_starts(extents)
         scan.check_gone(start, extents)

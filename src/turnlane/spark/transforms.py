@@ -129,17 +129,24 @@ def _add_watermark(action: ActionSettings, events: DataFrame) -> DataFrame:
 
 def call_transform(name: str, events: DataFrame) -> DataFrame:
     """Call the function ``module:function`` with events. Raises ``ConfigError``."""
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(import_user_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError("transform", f"{name}: {error}") from error
-    result = found(events)
+    result = find_transform(name)(events)
     if not isinstance(result, DataFrame):
         raise ConfigError(
             "transform", f"{name} must return a DataFrame, not {type(result).__name__}"
         )
     return result
+
+
+def find_transform(name: str) -> Callable[[DataFrame], object]:
+    """Import the function ``module:function``. Raises ``ConfigError``."""
+    module, _, function = name.partition(":")
+    try:
+        found: Callable[[DataFrame], object] = getattr(import_user_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("transform", f"{name}: {error}") from error
+    except Exception as error:  # a module may raise anything when it is imported
+        raise ConfigError("transform", f"{name}: {type(error).__name__}: {error}") from error
+    return found
 
 
 # ── the user's modules ──
