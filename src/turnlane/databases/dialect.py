@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Final, Protocol
 from urllib.parse import parse_qsl, quote, urlsplit, urlunsplit
 
 from turnlane.errors import ConfigError, NotSupported
+from turnlane.plugins import require_extra
 from turnlane.runtime import Closeable
 
 Connection = Any
@@ -153,6 +154,10 @@ class Dialect(abc.ABC):
         """
         return None
 
+    def is_pooled(self, connection: Connection) -> bool:  # noqa: ARG002
+        """Whether every transaction may be on another connection to the server."""
+        return False
+
     # ── errors ───────────────────────────────────────────────────────────────────────────────────
 
     @property
@@ -253,15 +258,17 @@ def load_dialect(url: str, options: ConnectOptions | None = None) -> Dialect:
 
                 return Sqlite(url, options)
             case "postgres":
-                from turnlane.databases.postgres import Postgres
+                with require_extra(name, "the driver of PostgreSQL"):
+                    from turnlane.databases.postgres import Postgres
 
                 return Postgres(url, options)
             case "mysql":
-                from turnlane.databases.mysql import Mysql
+                with require_extra(name, "the driver of MySQL and MariaDB"):
+                    from turnlane.databases.mysql import Mysql
 
                 return Mysql(url, options)
     except ImportError as error:
-        raise NotSupported(f"{error}; install it: pip install 'turnlane[{name}]'") from error
+        raise NotSupported(str(error)) from error
     scheme, separator, _ = url.partition("://")
     what = f"{scheme!r} is not a database that turnlane supports" if separator else "is not a URL"
     raise ConfigError("url", f"{what}; write {URL_EXAMPLES}")

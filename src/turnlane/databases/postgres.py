@@ -12,7 +12,7 @@ import contextlib
 import select
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
@@ -89,6 +89,8 @@ class Postgres(Dialect):
             # The driver's message may repeat the password.
             raise ConfigError("url", "is not a URL that PostgreSQL's driver can read") from None
         self._arguments: dict[str, Any] = {**DEFAULTS, **given, **_arguments_of(options)}
+        # Poolers refuse settings in the parameter `options` of a connection.
+        self._limit = None if options.timeout is None else max(1, int(options.timeout * 1000))
         self._has_met_pooler = False
 
     def connect(self) -> psycopg.Connection:
@@ -99,8 +101,20 @@ class Postgres(Dialect):
             if found != (connection.info.backend_pid,):
                 connection.prepare_threshold = None
                 self._report_pooler()
+            else:
+                self._set_limits(connection, "SESSION")
             on_error.pop_all()
         return connection
+
+    def _set_limits(self, connection: psycopg.Connection, scope: LiteralString) -> None:
+        if self._limit is not None:
+            connection.execute(
+                f"SET {scope} statement_timeout = {self._limit}; "
+                f"SET {scope} lock_timeout = {self._limit}"
+            )
+
+    def is_pooled(self, connection: psycopg.Connection) -> bool:
+        return connection.prepare_threshold is None
 
     def _report_pooler(self) -> None:
         if not self._has_met_pooler:
@@ -113,7 +127,7 @@ class Postgres(Dialect):
 
     def connect_for_index_scans(self) -> psycopg.Connection:
         connection = self.connect()
-        if _is_pooled(connection):
+        if self.is_pooled(connection):
             return connection
         # Statistics about a queue are soon wrong; with them, the planner would read and sort all
         # of it to return a page. A vacuum leaves the workers to sessions that need them.
@@ -126,6 +140,8 @@ class Postgres(Dialect):
     @contextlib.contextmanager
     def transaction(self, connection: psycopg.Connection) -> Iterator[None]:
         with connection.transaction():
+            if self.is_pooled(connection):
+                self._set_limits(connection, "LOCAL")
             yield
 
     def cancel(self, connection: psycopg.Connection) -> None:
@@ -144,7 +160,7 @@ class Postgres(Dialect):
 
     def watch(self, channel: str, subject: str, on_change: Callable[[], None]) -> Closeable:
         def listen(connection: Connection, closed: threading.Event) -> None:
-            if _is_pooled(connection):
+            if self.is_pooled(connection):
                 connection.close()  # the manager polls
                 closed.wait()
                 return
@@ -208,10 +224,6 @@ class Postgres(Dialect):
                 yield rows
 
 
-def _is_pooled(connection: psycopg.Connection) -> bool:
-    return connection.prepare_threshold is None
-
-
 def _arguments_of(options: ConnectOptions) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     if options.password is not None:
@@ -222,9 +234,7 @@ def _arguments_of(options: ConnectOptions) -> dict[str, Any]:
         # libpq takes 0 for no limit, and 1 for 2.
         arguments["connect_timeout"] = max(2, int(options.connect_timeout))
     if options.timeout is not None:
-        limit = max(1, int(options.timeout * 1000))
-        arguments["options"] = f"-c statement_timeout={limit} -c lock_timeout={limit}"
-        arguments["tcp_user_timeout"] = limit
+        arguments["tcp_user_timeout"] = max(1, int(options.timeout * 1000))
     return arguments
 
 

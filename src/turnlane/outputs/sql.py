@@ -232,16 +232,22 @@ class PostgresWriter(TableWriter):
         found = self._connection.execute(self._select_nothing())
         codes = (each.type_code for each in found.description)
         self._types = dict(zip(self.settings.columns, codes, strict=True))
-        if self.settings.key:
-            rows = f"SELECT {self._columns}, CAST(0 AS bigint) AS {_ROW} FROM {self._table}"  # noqa: S608
-            self._connection.execute(
-                f"CREATE TEMPORARY TABLE {_INCOMING} ON COMMIT DELETE ROWS AS {rows} WITH NO DATA"
-            )
+        self._is_pooled = self._dialect.is_pooled(self._connection)
+        if self.settings.key and not self._is_pooled:
+            self._create_incoming("DELETE ROWS")
+
+    def _create_incoming(self, on_commit: str) -> None:
+        rows = f"SELECT {self._columns}, CAST(0 AS bigint) AS {_ROW} FROM {self._table}"  # noqa: S608
+        self._connection.execute(
+            f"CREATE TEMPORARY TABLE {_INCOMING} ON COMMIT {on_commit} AS {rows} WITH NO DATA"
+        )
 
     def insert(self, rows: pa.RecordBatch) -> None:
         if not self.settings.key:
             self._copy(f"{self._table} ({self._columns})", rows)
             return
+        if self._is_pooled:  # the next transaction may be on another connection
+            self._create_incoming("DROP")
         numbers = pa.array(np.arange(rows.num_rows))
         self._copy(f"{_INCOMING} ({self._columns}, {_ROW})", rows.append_column(_ROW, numbers))
         # The last row of each key; a row without a whole key is a row by itself.
