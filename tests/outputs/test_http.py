@@ -18,7 +18,7 @@ from tests.outputs.web_blocks import deliver, make_events, make_output, set_colu
 from tests.outputs.web_servers import Reply, Server, run_server
 from turnlane.config import get_visible_settings, loads
 from turnlane.errors import Never, PartlyDelivered, PayloadTooLarge, RetryLater
-from turnlane.outputs.http_requests import RequestOutput
+from turnlane.outputs import http_requests
 
 SECRET = "correct horse battery staple"  # the tests' own
 
@@ -193,7 +193,7 @@ def test_failing_server_gets_no_further_requests(server: Server) -> None:
 def test_send_of_many_requests_ends_after_its_time(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RequestOutput, "max_send_seconds", 0.0)
+    monkeypatch.setattr(http_requests, "MAX_SEND_SECONDS", 0.0)
     with pytest.raises(PartlyDelivered) as raised:
         deliver("http", make_events([b"0", b"1", b"2"]), url=server.url, one_by_one=True)
     assert set(raised.value.failures) == {1, 2}

@@ -60,7 +60,7 @@ def test_reachable_destinations_are_counted(server: Server, tmp_path: Path) -> N
     server.behave = behave
     file = write_config(tmp_path, good=server.url, search=server.url, otlp=server.url)
     run = validate(file, "--connect")
-    assert run.output == f"{file}: ok, 0 queues, 0 inputs, 3 actions, 4 reachable outputs\n"
+    assert run.output == f"{file}: ok, 2 queues, 0 inputs, 3 actions, 4 reachable outputs\n"
     assert run.exit_code == 0
     assert {(request.method, request.path) for request in server.requests} == {
         ("HEAD", "/"),

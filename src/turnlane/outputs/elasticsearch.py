@@ -20,7 +20,7 @@ from pydantic import Field
 from turnlane.errors import PartlyDelivered, RetryLater, TurnlaneError
 from turnlane.events import Block
 from turnlane.formats.lines import join_columns, join_texts, to_large_binary
-from turnlane.outputs.api import OutputSettings
+from turnlane.outputs.api import Output, OutputSettings
 from turnlane.outputs.http_client import (
     HttpResponse,
     get_response_error,
@@ -31,9 +31,10 @@ from turnlane.outputs.http_requests import (
     BaseHttpUrl,
     BlockRows,
     HttpRequest,
-    RequestOutput,
     RequestOutputSettings,
+    RequestSender,
     RowErrors,
+    require_success,
     select_rows,
 )
 from turnlane.outputs.templates import (
@@ -47,11 +48,12 @@ from turnlane.outputs.templates import (
 _CONTENT_TYPE: Final = "application/x-ndjson"
 _RESPONSE_FIELDS: Final = "errors,items.*.status,items.*.error.type,items.*.error.reason"
 """The fields of a response that are read. Without the others it is a tenth as long."""
+_MAX_RESPONSE_BYTES: Final = 1 << 26
 _ALREADY_EXISTS: Final = 409
 _LINE_ENDS: Final = "[\r\n]"
 
 
-class ElasticsearchOutputSettings(RequestOutputSettings):
+class ElasticsearchOutputSettings(RequestOutputSettings, OutputSettings):
     """The settings of the output ``elasticsearch``."""
 
     type: Literal["elasticsearch"] = "elasticsearch"
@@ -90,16 +92,18 @@ class ElasticsearchOutputSettings(RequestOutputSettings):
         return find_template_columns(self.index, self.id) | {"timestamp"}
 
 
-class ElasticsearchOutput(RequestOutput):
+class ElasticsearchOutput(Output):
     """Writes each block with one bulk request."""
 
     settings_type: ClassVar[type[OutputSettings]] = ElasticsearchOutputSettings
     settings: ElasticsearchOutputSettings
-    max_response_bytes: ClassVar[int] = 1 << 26
     can_deliver_partly = True
 
     def __init__(self, settings: ElasticsearchOutputSettings) -> None:
         super().__init__(settings)
+        self._sender = RequestSender(
+            settings, self._check_response, max_response_bytes=_MAX_RESPONSE_BYTES
+        )
         self._index = Template.parse(settings.index)
         self._id = None if settings.id is None else Template.parse(settings.id)
         parameters = {"filter_path": _RESPONSE_FIELDS}
@@ -124,10 +128,19 @@ class ElasticsearchOutput(RequestOutput):
         if ids is not None:
             parts += [_make_scalar('","_id":"'), to_large_binary(escape_json(ids))]
         lines = join_columns(*parts, _make_scalar('"}}\n'), documents, _make_scalar("\n"))
-        body, headers = self.encode_body(join_texts(lines).data, _CONTENT_TYPE)
+        body, headers = self._sender.encode_body(join_texts(lines).data, _CONTENT_TYPE)
         return HttpRequest(self._url, body, headers, rows, rebuild)
 
-    def check_response(self, request: HttpRequest, response: HttpResponse) -> None:
+    def send(self, prepared: list[HttpRequest]) -> None:
+        self._sender.send(prepared)
+
+    def cancel(self) -> None:
+        self._sender.cancel()
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _check_response(self, request: HttpRequest, response: HttpResponse) -> None:
         """Raise ``PartlyDelivered`` with the documents that were not accepted."""
         result = self._parse(response)
         items = result.get("items")
@@ -168,7 +181,7 @@ class ElasticsearchOutput(RequestOutput):
     def check(self) -> None:
         """Ask for the information about the cluster."""
         url = f"{self.settings.url}/"
-        self._parse(self.require_success(self.request_once(url, method="GET"), url))
+        self._parse(require_success(self._sender.request_once(url, method="GET"), url))
 
 
 def _make_scalar(text: str) -> Any:  # noqa: ANN401

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from turnlane.events import Block
 from turnlane.formats.lines import join_columns, join_lines, join_texts, to_large_binary
-from turnlane.outputs.api import OutputSettings
+from turnlane.outputs.api import Output, OutputSettings
 from turnlane.outputs.http_client import HttpResponse
 from turnlane.outputs.http_requests import (
     BlockRows,
@@ -27,8 +27,9 @@ from turnlane.outputs.http_requests import (
     HeaderText,
     HttpRequest,
     HttpUrl,
-    RequestOutput,
     RequestOutputSettings,
+    RequestSender,
+    require_success,
     select_rows,
 )
 from turnlane.outputs.templates import (
@@ -62,7 +63,7 @@ UrlTemplate = Annotated[HttpUrl, AfterValidator(check_template)]
 HeaderTemplate = Annotated[HeaderText, AfterValidator(check_template)]
 
 
-class HttpOutputSettings(RequestOutputSettings):
+class HttpOutputSettings(RequestOutputSettings, OutputSettings):
     """The settings of the output ``http``."""
 
     type: Literal["http"] = "http"
@@ -116,7 +117,7 @@ class HttpOutputSettings(RequestOutputSettings):
         return named | {"timestamp"} if self.idempotency_key else named
 
 
-class HttpOutput(RequestOutput):
+class HttpOutput(Output):
     """Sends events to a web server."""
 
     settings_type: ClassVar[type[OutputSettings]] = HttpOutputSettings
@@ -124,16 +125,22 @@ class HttpOutput(RequestOutput):
 
     def __init__(self, settings: HttpOutputSettings) -> None:
         super().__init__(settings)
-        self.method = settings.method
         self._url = Template.parse(settings.url)
         self._headers = {name: Template.parse(each) for name, each in settings.headers.items()}
         self._body = None if settings.body is None else Template.parse(settings.body)
+        constants = {name: each.constant for name, each in self._headers.items()}
+        self._sender = RequestSender(
+            settings,
+            _accept_response,
+            method=settings.method,
+            headers={name: text.encode() for name, text in constants.items() if text is not None},
+        )
 
     @property
     def can_deliver_partly(self) -> bool:
         """Whether there may be several requests for a block."""
         is_constant = self._url.constant is not None
-        has_constant_headers = len(self.get_headers()) == len(self._headers)
+        has_constant_headers = len(self._sender.headers) == len(self._headers)
         return self.settings.one_by_one or not (is_constant and has_constant_headers)
 
     def prepare(self, block: Block) -> list[HttpRequest]:
@@ -157,7 +164,7 @@ class HttpOutput(RequestOutput):
         constant_url = self._url.constant
         if constant_url is not None and not self.can_deliver_partly:
             if block.num_rows:
-                yield all_rows, constant_url, self.get_headers()
+                yield all_rows, constant_url, self._sender.headers
             return
         columns = [self._url.fill(block, escape_url)]
         columns += [each.fill(block, escape_header) for each in self._headers.values()]
@@ -184,7 +191,9 @@ class HttpOutput(RequestOutput):
         body = self._make_body(payloads)
         key = make_idempotency_key(block, body) if self.settings.idempotency_key else None
         types = _SINGLE_CONTENT_TYPES if self.settings.one_by_one else _CONTENT_TYPES
-        packed, packed_headers = self.encode_body(body, types[self.settings.format], key, headers)
+        packed, packed_headers = self._sender.encode_body(
+            body, types[self.settings.format], key, headers
+        )
         return HttpRequest(url, packed, packed_headers, rows, rebuild)
 
     def _make_body(self, payloads: Any) -> pa.Buffer:  # noqa: ANN401
@@ -195,22 +204,27 @@ class HttpOutput(RequestOutput):
             return pa.py_buffer(b"".join((b"[", elements[:-1], b"]")))
         return join_lines(payloads)
 
-    def get_headers(self) -> Headers:
-        """Return the headers that contain no columns."""
-        constants = {name: each.constant for name, each in self._headers.items()}
-        return {name: text.encode() for name, text in constants.items() if text is not None}
+    def send(self, prepared: list[HttpRequest]) -> None:
+        self._sender.send(prepared)
 
-    def check_response(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Do nothing: a good status is enough."""
+    def cancel(self) -> None:
+        self._sender.cancel()
+
+    def close(self) -> None:
+        self._sender.close()
 
     def check(self) -> None:
         """Send a ``HEAD`` to the URL, or to the root of the host if the URL has columns."""
         url = self._url.constant
         if url is None:
             url = "/".join([*self._url.get_text_before_fields().split("/")[:3], ""])
-        response = self.request_once(url, method="HEAD")
+        response = self._sender.request_once(url, method="HEAD")
         if response.status not in _REACHABLE:
-            self.require_success(response, url)
+            require_success(response, url)
+
+
+def _accept_response(_request: HttpRequest, _response: HttpResponse) -> None:
+    """Do nothing: a good status is enough."""
 
 
 def _add_ids(objects: Any, ids: pa.Array[Any], name: str | None) -> Any:  # noqa: ANN401

@@ -1,34 +1,32 @@
 """The part that outputs over HTTP share: settings, authentication, and sending requests.
 
-An output makes requests of a block in ``prepare`` and reads responses in ``check_response``;
-``RequestOutput`` sends the requests one after another. If one of several requests is refused, the
-bad events are found here by sending each half again: the lane would have to send the whole block
-again, although the other requests were delivered.
+An output makes requests of a block in ``prepare``; its :class:`RequestSender` sends them one after
+another, and calls the output to read the responses. If one of several requests is refused, the bad
+events are found here by sending each half again: the lane would have to send the whole block again,
+although the other requests were delivered.
 """
 
 from __future__ import annotations
 
-import abc
 import base64
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from turnlane import __version__
 from turnlane.errors import Never, PartlyDelivered, RetryLater, TurnlaneError
 from turnlane.events import Block
-from turnlane.outputs.api import Output, OutputSettings
 from turnlane.outputs.connections import ClientTls
 from turnlane.outputs.http_client import HttpClient, HttpLimits, HttpResponse, get_response_error
-from turnlane.runtime import read_secret
+from turnlane.runtime import Closeable, read_secret
 from turnlane.units import Duration
 from turnlane.validation import ConfigIssue, ContradictorySettings, SettingsModel
 
@@ -126,7 +124,7 @@ HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$")]  # 
 HeaderText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
-class RequestOutputSettings(OutputSettings):
+class RequestOutputSettings(BaseModel):
     """The settings that all outputs over HTTP have."""
 
     url: HttpUrl = Field(description="The URL of the requests.")
@@ -195,34 +193,35 @@ def select_rows(block: Block, rows: BlockRows) -> Block:
 
 _ALL_URLS: Final = ""
 """The key of an error that requests to every URL would get."""
+MAX_SEND_SECONDS: Final = 5.0
+"""After this time, a send of many requests starts no further one."""
 _OUT_OF_TIME: Final = RetryLater("the send reached its time limit", after=0.0, alone=True)
 
 
-class RequestOutput(Output):
-    """An output that delivers with HTTP requests. Subclasses make them and read the responses."""
+class RequestSender(Closeable):
+    """Sends the requests of one output. Several threads may send at a time.
 
-    settings_type: ClassVar[type[OutputSettings]] = RequestOutputSettings
-    settings: RequestOutputSettings
-    method = "POST"
-    max_response_bytes: ClassVar[int] = 1 << 16
-    """Bytes of a response that are read."""
-    max_send_seconds: ClassVar[float] = 5.0
-    """After this time, a send of many requests starts no further one."""
+    ``check_response`` reads a response with a good status, and raises if the destination did not
+    take everything. ``headers`` are the headers of all requests; default: those of the settings.
+    """
 
-    def __init__(self, settings: RequestOutputSettings) -> None:
-        super().__init__(settings)
-        limits = HttpLimits(settings.connect_timeout, settings.timeout, self.max_response_bytes)
+    def __init__(
+        self,
+        settings: RequestOutputSettings,
+        check_response: Callable[[HttpRequest, HttpResponse], None],
+        *,
+        method: str = "POST",
+        headers: Headers | None = None,
+        max_response_bytes: int = 1 << 16,
+    ) -> None:
+        self._settings = settings
+        self._check_response = check_response
+        self._method = method
+        if headers is None:
+            headers = {name: text.encode() for name, text in settings.headers.items()}
+        self.headers = headers
+        limits = HttpLimits(settings.connect_timeout, settings.timeout, max_response_bytes)
         self._client = HttpClient(settings.url, settings.tls, limits)
-
-    # ── for subclasses ──────────────────────────────────────────────────────────────────────────
-
-    @abc.abstractmethod
-    def check_response(self, request: HttpRequest, response: HttpResponse) -> None:
-        """Read a response with a good status; raises if the destination did not take everything."""
-
-    def get_headers(self) -> Headers:
-        """Return the headers of the settings, as far as they are the same for all requests."""
-        return {name: text.encode() for name, text in self.settings.headers.items()}
 
     def encode_body(
         self,
@@ -233,17 +232,16 @@ class RequestOutput(Output):
     ) -> tuple[Any, Headers]:
         """Return the compressed body and the headers for it.
 
-        ``headers``, by default from the settings, replace headers of the same name.
+        ``headers``, by default those of all requests, replace headers of the same name.
         """
         added = {"Content-Type": content_type.encode()}
         if key is not None:
             added[IDEMPOTENCY_KEY] = key.encode()
-        compression = self.settings.compression
+        compression = self._settings.compression
         if compression != "none":
             added["Content-Encoding"] = compression.encode()
             body = pa.Codec(compression, compression_level=_COMPRESSION_LEVEL).compress(body)
-        given = self.get_headers() if headers is None else headers
-        return body, _merge_headers(added, given)
+        return body, _merge_headers(added, self.headers if headers is None else headers)
 
     def request_once(
         self,
@@ -256,20 +254,11 @@ class RequestOutput(Output):
 
         Raises ``RetryLater`` if there is no response.
         """
-        sent = _merge_headers(_FIXED_HEADERS, self.get_headers() if headers is None else headers)
-        if self.settings.auth is not None:
-            authorization = self.settings.auth.make_header().encode()
+        sent = _merge_headers(_FIXED_HEADERS, self.headers if headers is None else headers)
+        if self._settings.auth is not None:
+            authorization = self._settings.auth.make_header().encode()
             sent = _merge_headers(sent, {"Authorization": authorization})
-        return self._client.request(method or self.method, url, sent, body)
-
-    def require_success(self, response: HttpResponse, url: str) -> HttpResponse:
-        """Return the response if its status is good; otherwise raise the error that it means."""
-        error = get_response_error(response, url, time.time())
-        if error is not None:
-            raise error
-        return response
-
-    # ── sending ─────────────────────────────────────────────────────────────────────────────────
+        return self._client.request(method or self._method, url, sent, body)
 
     def send(self, prepared: Sequence[HttpRequest]) -> None:
         """Send the requests one after another; each row of the block is in one of them.
@@ -279,7 +268,7 @@ class RequestOutput(Output):
         """
         errors: RowErrors = {}
         url_errors: dict[str, TurnlaneError] = {}
-        deadline = time.monotonic() + self.max_send_seconds
+        deadline = time.monotonic() + MAX_SEND_SECONDS
         for number, request in enumerate(prepared):
             if number and time.monotonic() >= deadline:
                 url_errors.setdefault(_ALL_URLS, _OUT_OF_TIME)
@@ -302,7 +291,7 @@ class RequestOutput(Output):
                 response = self.request_once(request.url, request.body, request.headers)
                 if response.is_about_url:
                     url = request.url
-                self.check_response(request, self.require_success(response, request.url))
+                self._check_response(request, require_success(response, request.url))
                 return {}
             except RetryLater as failure:
                 error = url_errors[url] = failure  # other requests would get it too
@@ -321,6 +310,14 @@ class RequestOutput(Output):
 
     def close(self) -> None:
         self._client.close()
+
+
+def require_success(response: HttpResponse, url: str) -> HttpResponse:
+    """Return the response if its status is good; otherwise raise the error that it means."""
+    error = get_response_error(response, url, time.time())
+    if error is not None:
+        raise error
+    return response
 
 
 def _merge_headers(headers: Headers, others: Headers) -> Headers:

@@ -29,14 +29,15 @@ from turnlane.formats.otlp import (
     encode_logs_request,
 )
 from turnlane.logs import get_logger
-from turnlane.outputs.api import OutputSettings
+from turnlane.outputs.api import Output, OutputSettings
 from turnlane.outputs.http_client import HttpResponse, quote_body
 from turnlane.outputs.http_requests import (
     BaseHttpUrl,
     BlockRows,
     HttpRequest,
-    RequestOutput,
     RequestOutputSettings,
+    RequestSender,
+    require_success,
     select_rows,
 )
 from turnlane.outputs.templates import make_dated_event_ids, make_idempotency_key
@@ -48,7 +49,7 @@ _SIGNALS: Final = pa.array([signal.value for signal in Signal])
 _NO_SIGNAL: Final = -1
 
 
-class OtlpOutputSettings(RequestOutputSettings):
+class OtlpOutputSettings(RequestOutputSettings, OutputSettings):
     """The settings of the output ``otlp``."""
 
     type: Literal["otlp"] = "otlp"
@@ -80,7 +81,7 @@ class _Export(NamedTuple):
         return count_records(self.signal, decode(self.signal, self.body))
 
 
-class OtlpOutput(RequestOutput):
+class OtlpOutput(Output):
     """Sends one export request for each signal of a block."""
 
     settings_type: ClassVar[type[OutputSettings]] = OtlpOutputSettings
@@ -89,6 +90,7 @@ class OtlpOutput(RequestOutput):
 
     def __init__(self, settings: OtlpOutputSettings) -> None:
         super().__init__(settings)
+        self._sender = RequestSender(settings, self._check_response)
         self._rejected = 0
         self._rejected_lock = threading.Lock()
 
@@ -124,14 +126,23 @@ class OtlpOutput(RequestOutput):
             ids = make_dated_event_ids(others)
             body += encode_logs_request(others, resource=self.settings.resource, ids=ids)
         key = make_idempotency_key(select_rows(block, rows), body)
-        packed, headers = self.encode_body(body, PROTOBUF, key)
+        packed, headers = self._sender.encode_body(body, PROTOBUF, key)
         export = _Export(signal, body, len(rows))
         return HttpRequest(self._get_url(signal), packed, headers, rows, rebuild, context=export)
 
     def _get_url(self, signal: Signal) -> str:
         return f"{self.settings.url}/v1/{signal}"
 
-    def check_response(self, request: HttpRequest, response: HttpResponse) -> None:
+    def send(self, prepared: list[HttpRequest]) -> None:
+        self._sender.send(prepared)
+
+    def cancel(self) -> None:
+        self._sender.cancel()
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _check_response(self, request: HttpRequest, response: HttpResponse) -> None:
         """Count rejected records, or raise if all were rejected.
 
         OTLP forbids sending rejected records again, and does not say which ones they are.
@@ -168,9 +179,9 @@ class OtlpOutput(RequestOutput):
     def check(self) -> None:
         """Export no records, which every collector accepts."""
         url = self._get_url(Signal.LOGS)
-        headers = {**self.get_headers(), "Content-Type": PROTOBUF.encode()}
-        response = self.request_once(url, b"", headers)
-        self._read_rejections(Signal.LOGS, self.require_success(response, url))
+        headers = {**self._sender.headers, "Content-Type": PROTOBUF.encode()}
+        response = self._sender.request_once(url, b"", headers)
+        self._read_rejections(Signal.LOGS, require_success(response, url))
 
 
 def _find_signals(block: Block) -> BlockRows:
