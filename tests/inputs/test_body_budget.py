@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
 from tests.contract.harness import wait_until
+from tests.inputs.otlp_senders import make_logs_request
 from tests.inputs.web_inputs import WEB, read_values, run_web_input
 from turnlane.config import loads
 from turnlane.errors import TransportDown
@@ -129,6 +131,28 @@ def test_body_larger_than_the_budget_is_accepted_if_it_is_the_only_one(node: Nod
             answer = WEB.post(f"http://{found.address}", content=bytes(100_000))
             assert answer.status_code == 200
         wait_until(lambda: node.body_budget.used == 0, "all memory is free")
+
+
+def test_messages_over_grpc_count_until_the_answer(node: Node) -> None:
+    node.body_budget = BodyBudget(1000)
+    body = make_logs_request("x" * 500).SerializeToString()
+    with (
+        run_listeners(node) as urls,
+        run_web_input("otlp_grpc", node) as found,
+        grpc.insecure_channel(str(found.address)) as channel,
+    ):
+        export = channel.unary_unary("/opentelemetry.proto.collector.logs.v1.LogsService/Export")
+        with begin_request(urls["plane"], 900, 2000):
+            wait_until(lambda: node.body_budget.used == 900, "the body over HTTP")
+            with pytest.raises(grpc.RpcError) as refused:
+                export(body, timeout=30)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "node.http.max_memory" in refused.value.details()
+            assert node.body_budget.used == 900
+        wait_until(lambda: node.body_budget.used == 0, "all memory is free")
+        assert export(body, timeout=30) == b""
+        wait_until(lambda: node.body_budget.used == 0, "all memory is free again")
+    assert len(read_values(node)) == 1
 
 
 def test_share_that_is_refused_takes_nothing() -> None:

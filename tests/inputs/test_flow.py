@@ -162,7 +162,7 @@ def test_full_flow_control_waits_longer_than_light(node: Node, tmp_path: Path) -
 def test_events_of_a_full_queue_count_as_accepted_at_their_ack_level(node: Node, ack: str) -> None:
     """A sender never repeats events that were answered as accepted."""
     given = settings("elasticsearch", ack=ack, listen=ANYWHERE, timeout="200ms")
-    publisher = RequestPublisher(node, given)
+    publisher = RequestPublisher(node, given, given.ack)
     block = block_of([b"%d" % number for number in range(40)])
     if ack == "persisted":  # a memory queue acks this level when events are delivered
         with pytest.raises(AckPending):

@@ -57,6 +57,15 @@ def post(url: str, body: bytes, kind: str | None = None, **headers: str) -> http
 # ── events ───────────────────────────────────────────────────────────────────────
 
 
+def test_forwarded_header_of_a_local_client_does_not_change_the_source(node: Node) -> None:
+    forwarded = {"x-forwarded-for": "203.0.113.9", "x-forwarded-proto": "https"}
+    with run_web_input("http", node) as found:
+        url = f"http://{found.address}/"
+        assert WEB.post(url, content=b"x", headers=forwarded).status_code == 200
+    (event,) = read_events(node)
+    assert event.source == "127.0.0.1"
+
+
 @pytest.mark.parametrize(
     ("kind", "body", "events"),
     [

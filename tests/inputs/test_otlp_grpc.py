@@ -48,9 +48,10 @@ from tests.inputs.web_inputs import (
 )
 from turnlane.errors import AddressTaken, ConfigError
 from turnlane.inputs import otlp_grpc
-from turnlane.inputs.otlp_grpc import MAX_SLOW_REQUESTS, parse_peer
+from turnlane.inputs.otlp_grpc import parse_peer
 from turnlane.inputs.publishers import THREADS
 from turnlane.node.node import Node
+from turnlane.serving.body_budget import BodyBudget
 from turnlane.testing import FaultyDisk
 
 LOGS = "/opentelemetry.proto.collector.logs.v1.LogsService/Export"
@@ -274,20 +275,27 @@ def test_request_without_its_message_is_cancelled_after_body_timeout(node: Node)
         assert export(body, metadata=RIGHT, timeout=PATIENCE) == b""
 
 
+@pytest.mark.parametrize(
+    ("limit", "slow"), [(2**31, THREADS // 2), (128 * 2**20, 2)], ids=["2 GiB", "128 MiB"]
+)
 def test_silent_senders_never_block_all_threads(
-    node: Node, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch, limit: int, slow: int
 ) -> None:
+    """With little memory for messages there are fewer that may arrive at a time."""
     monkeypatch.setattr(otlp_grpc, "SHORT_BODY_TIMEOUT", 0.1)
+    node.body_budget = BodyBudget(limit)
     with (
-        run_web_input("otlp_grpc", node, tokens=TOKENS, body_timeout="1h") as found,
+        run_web_input(
+            "otlp_grpc", node, tokens=TOKENS, body_timeout="1h", timeout=PATIENCE
+        ) as found,
         silent_calls(found.address, THREADS, RIGHT) as calls,
         calling(found.address) as export,
     ):
         body = make_logs_request("x").SerializeToString()
         assert export(body, metadata=RIGHT, timeout=PATIENCE) == b""
         wait_until(
-            lambda: len(cancelled(calls)) == THREADS - MAX_SLOW_REQUESTS,
-            "half of them to be cut off",
+            lambda: len(cancelled(calls)) == THREADS - slow,
+            "the others to be cut off",
         )
         assert {call.code() for call in cancelled(calls)} == {grpc.StatusCode.CANCELLED}
 

@@ -30,17 +30,14 @@ from turnlane.formats.lines import (
     join_texts,
     to_large_binary,
 )
+from turnlane.plugins import require_extra
 
-try:
+with require_extra("otlp", "OTLP"):
     from google.protobuf import json_format
     from google.protobuf.message import DecodeError
     from opentelemetry.proto.collector.logs.v1 import logs_service_pb2 as logs
     from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics
     from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace
-except ImportError as missing:
-    raise ImportError(
-        f"OTLP needs {missing.name}: pip install 'turnlane[otlp]'", name=missing.name
-    ) from missing
 
 PROTOBUF: Final = "application/x-protobuf"
 JSON: Final = "application/json"

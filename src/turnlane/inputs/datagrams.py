@@ -29,6 +29,7 @@ from turnlane.inputs.api import Host, Input, InputSettings
 from turnlane.inputs.publishers import FireAndForgetPublisher, ReceiveBuffer
 from turnlane.logs import get_logger
 from turnlane.queues.api import FlowControl
+from turnlane.runtime import create_thread
 from turnlane.units import Size
 
 log = get_logger(__name__)
@@ -77,7 +78,7 @@ class DatagramReader:
         self._stopping = threading.Event()
         self._deadline = float("inf")
         name = f"turnlane-{owner.settings.label}-datagrams"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = create_thread(name, self._run)
 
     def start(self) -> None:
         """Start the thread."""

@@ -31,7 +31,7 @@ from turnlane.serving.http_server import ThreadLimiterByQueue, WebServer, WebSet
 Result = TypeVar("Result")
 
 
-class WebInputSettings(RequestSettings, WebSettings):
+class WebInputSettings(RequestSettings, InputSettings, WebSettings):
     """The settings of an input that is a web server."""
 
 
@@ -47,7 +47,7 @@ class WebInput(Input):
         body_budget = getattr(host, "body_budget", None)  # of a node; a program's host has none
         self._server = WebServer(app, settings, settings.label, body_budget)
         super().__init__(settings, host)
-        self.publisher = RequestPublisher(host, settings)
+        self.publisher = RequestPublisher(host, settings, settings.ack)
         self._threads = ThreadLimiterByQueue(THREADS)
         self._authority = Authority(settings.tokens)
         self._guard = BrowserGuard(self._authority, settings.listen)

@@ -22,18 +22,16 @@ from turnlane.formats.otlp import (
 from turnlane.inputs.api import Host, Input, InputSettings
 from turnlane.inputs.otlp import ExportPublisher
 from turnlane.inputs.publishers import THREADS, RequestPublisher, RequestSettings
+from turnlane.plugins import require_extra
 from turnlane.runtime import PeriodicThread
 from turnlane.serving.address import ConnectionWatch, normalize_host
 from turnlane.serving.auth import Authority, Right, TlsSettings, parse_bearer
+from turnlane.serving.body_budget import BodyBudget
 from turnlane.serving.http_problems import get_retry_after, get_status
 from turnlane.units import Duration, Size
 
-try:
+with require_extra("grpc", "OTLP over gRPC"):
     import grpc
-except ImportError as missing:
-    raise ImportError(
-        f"OTLP over gRPC needs {missing.name}: pip install 'turnlane[grpc]'", name=missing.name
-    ) from missing
 
 _SERVICES: Final = {
     Signal.LOGS: "opentelemetry.proto.collector.logs.v1.LogsService",
@@ -53,13 +51,15 @@ _CODES: Final = {
 _MAX_DETAILS: Final = 512
 """Characters: details are sent in a header."""
 
-MAX_SLOW_REQUESTS: Final = THREADS // 2
-"""The most requests at a time that may use all of ``body_timeout`` to send their message."""
+SHARE_OF_BUDGET: Final = 0.5
+"""gRPC does not show a message before all of it has arrived. So as many messages may arrive at a
+time as have room in this share of the node's budget, each with the largest size; a complete message
+takes its own size from the budget, as bodies of HTTP do."""
 SHORT_BODY_TIMEOUT: Final = 1.0
 """Seconds for the messages of other requests: silent clients must not block all threads."""
 
 
-class OtlpGrpcSettings(RequestSettings):
+class OtlpGrpcSettings(RequestSettings, InputSettings):
     """The settings of the input ``otlp_grpc``."""
 
     type: Literal["otlp_grpc"] = "otlp_grpc"
@@ -107,12 +107,17 @@ class OtlpGrpcInput(Input):
 
     def __init__(self, settings: OtlpGrpcSettings, host: Host) -> None:
         super().__init__(settings, host)
-        self._publisher = RequestPublisher(host, settings)
+        self._publisher = RequestPublisher(host, settings, settings.ack)
         self._exports = ExportPublisher(self._publisher, settings.queue, settings.split)
         self._authority = Authority(settings.tokens)
         self._address = settings.listen
         self._workers: ThreadPoolExecutor | None = None
-        self._slow_requests = threading.BoundedSemaphore(MAX_SLOW_REQUESTS)
+        self._body_budget: BodyBudget = getattr(host, "body_budget", None) or BodyBudget()
+        room = round(SHARE_OF_BUDGET * self._body_budget.limit) // settings.max_message_bytes
+        arriving = min(max(2, room), THREADS)
+        self._arrivals = threading.BoundedSemaphore(arriving)
+        self._slow_requests = threading.BoundedSemaphore(arriving // 2)
+        """The requests that may use all of ``body_timeout`` to send their message."""
         self._deadlines: dict[Any, float] = {}
         """Calls that wait for their message, and until when; guarded by the lock."""
         self._deadlines_lock = threading.Lock()
@@ -180,7 +185,10 @@ class OtlpGrpcInput(Input):
         def export(messages: Iterator[bytes], context: Any) -> bytes:  # noqa: ANN401
             try:
                 self._authority.check(_get_token(context), Right.PUBLISH, self.settings.queue)
-                return self._publish(signal, self._read_message(messages, context), context)
+                with self._body_budget.open_share() as share:
+                    body = self._read_message(messages, context)
+                    share.add(len(body))
+                    return self._publish(signal, body, context)
             except Exception as error:
                 if get_status(error) not in _CODES:
                     raise  # a bug: gRPC logs it and answers UNKNOWN
@@ -191,6 +199,8 @@ class OtlpGrpcInput(Input):
     def _read_message(self, messages: Iterator[bytes], context: Any) -> bytes:  # noqa: ANN401
         """Return the message of a request; the call is cancelled if it does not arrive in time."""
         timeout = self.settings.body_timeout
+        if not self._arrivals.acquire(timeout=self.settings.timeout):
+            raise RetryLater("too many requests send their messages at the moment")
         may_be_slow = self._slow_requests.acquire(blocking=False)
         if not may_be_slow:
             timeout = min(timeout, SHORT_BODY_TIMEOUT)
@@ -203,6 +213,7 @@ class OtlpGrpcInput(Input):
                 self._deadlines.pop(context, None)
             if may_be_slow:
                 self._slow_requests.release()
+            self._arrivals.release()
         if body is None:
             raise ValueError("the request has no message")
         return body

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from turnlane.errors import (
     AckPending,
@@ -30,7 +30,7 @@ from turnlane.errors import (
 )
 from turnlane.events import BASE_SCHEMA, Block, Event, add_timestamps, get_event_sizes
 from turnlane.formats.lines import Positions, copy_spans
-from turnlane.inputs.api import Host, Input, InputSettings
+from turnlane.inputs.api import Host, Input
 from turnlane.logs import get_logger
 from turnlane.queues.api import AckLevel, FlowControl, Producer, Published
 from turnlane.queues.buffered import BufferedQueue
@@ -56,8 +56,8 @@ RETRY_SECONDS: Final = 0.1
 """How long to pause after a queue failed for another reason than being full."""
 
 
-class RequestSettings(InputSettings):
-    """The settings of an input that answers its senders."""
+class RequestSettings(BaseModel):
+    """The further settings of an input that answers its senders."""
 
     listen: Address = Field(description="The address to listen on.", examples=["127.0.0.1:8088"])
     tls: TlsSettings | None = Field(None, description="Certificate and key; default: no TLS.")
@@ -106,9 +106,10 @@ class RequestPublisher:
     accepted: the queue's ledger has it, and sending it again would change nothing.
     """
 
-    def __init__(self, host: Host, settings: RequestSettings) -> None:
+    def __init__(self, host: Host, settings: RequestSettings, ack: AckLevel) -> None:
         self._host = host
         self._settings = settings
+        self._ack = ack
         self._producers: dict[str, tuple[BufferedQueue, Producer]] = {}
 
     def check_queue(self, knob: str, name: str) -> None:
@@ -200,7 +201,7 @@ class RequestPublisher:
         known = self._producers.get(name)
         if known is not None and known[0] is queue:  # not dropped and created again
             return known
-        ends = queue, queue.producer(ack=self._settings.ack, flow=self._settings.flow)
+        ends = queue, queue.producer(ack=self._ack, flow=self._settings.flow)
         self._producers[name] = ends
         return ends
 

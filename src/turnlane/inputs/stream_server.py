@@ -29,6 +29,7 @@ from turnlane.formats.syslog import parse_severities
 from turnlane.inputs.api import Input
 from turnlane.inputs.publishers import FireAndForgetPublisher, ReceiveBuffer
 from turnlane.logs import get_logger
+from turnlane.runtime import create_thread
 from turnlane.serving.address import normalize_host
 
 log = get_logger(__name__)
@@ -313,7 +314,7 @@ class StreamReader:
         self._stopping = threading.Event()
         self._deadline = float("inf")
         name = f"turnlane-{self._label}-streams"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = create_thread(name, self._run)
 
     def start(self) -> None:
         """Listen, and start the thread."""

@@ -1,9 +1,10 @@
-"""One limit for the memory of all bodies of HTTP requests under way in a node.
+"""One limit for the memory of all bodies of HTTP and gRPC requests under way in a node.
 
 Every listener limits the body of a single request, but a thousand senders may all stop just before
-the end of their bodies. So the HTTP plane and all HTTP inputs of a node take the bytes of bodies,
-received and decompressed, from one budget, and give them back when the request is answered. Bytes
-count when they arrive, not when a header announces them: a sender that sends nothing takes nothing.
+the end of their bodies. So the HTTP plane and all HTTP and OTLP inputs of a node take the bytes of
+bodies, received and decompressed, from one budget, and give them back when the request is answered.
+Bytes count when they arrive, not when a header announces them: a sender that sends nothing takes
+nothing.
 
 A request that is the only one with a body is never refused, since its listener limits it. So a
 sender whose request is larger than the budget does not repeat it without end.

@@ -327,6 +327,7 @@ class _UvicornServer(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # else any local client could choose the source of its events
             timeout_keep_alive=max(1, round(settings.idle_timeout)),
         )
         super().__init__(config)
