@@ -16,7 +16,11 @@ from turnlane.node.node import Node
 from turnlane.serving.address import LOOPBACK, Address
 from turnlane.serving.auth import Authority
 
-QUEUES = {"main": {"sync_interval": "20ms", "shutdown_timeout": "1s"}}
+QUEUES = {
+    "main": {"sync_interval": "20ms", "shutdown_timeout": "1s"},
+    "memory": {"kind": "memory"},
+    "disk_assisted": {"kind": "disk_assisted"},
+}
 
 ROOT = Path(__file__).parents[2]
 

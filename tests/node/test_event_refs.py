@@ -184,11 +184,12 @@ def test_settled_events_are_skipped_and_numbers_continue(tmp_path: Path) -> None
     with open_node(tmp_path) as node:
         stages = stage_copies(node, 0, 20)
         node.queue("main").settle(0, 6)
+        node.queue("main").settle(9, 12)  # above the lowest pending event
         node.commits.commit(Commit(stages, [SettleRange("main", 0, 20)]))
         node.commits.commit(Commit(stage_copies(node, 20, 10), [SettleRange("main", 20, 30)]))
         node.commits.commit(Commit([stage_block(node, "all", block_of([b"more"]))]))
-        assert read_contents(node.queue("all")) == [*ALL[6:], b"more"]
-        assert read_contents(node.queue("odd")) == ALL[7::2]
+        assert read_contents(node.queue("all")) == [*ALL[6:9], *ALL[12:], b"more"]
+        assert read_contents(node.queue("odd")) == [ALL[7], *ALL[13::2]]
 
 
 def test_restaged_events_after_a_gap_keep_their_numbers(

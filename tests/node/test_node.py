@@ -16,6 +16,7 @@ from turnlane.errors import (
     DirectoryUnusable,
     EventTooLarge,
     NoSuchQueue,
+    NotAQueue,
     QueueExists,
     SchemaMismatch,
     StorageFailed,
@@ -188,6 +189,34 @@ def test_node_with_a_damaged_registry_starts_with_the_queues_on_disk(
     with Node(tmp_path, {"configured": {}}) as node:
         assert set(node.queues()) == {"configured", "orders", "small"}
     assert "ERROR" not in {each.levelname for each in caplog.records}
+
+
+def test_node_starts_without_a_run_time_queue_that_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_queues_at_run_time(tmp_path)
+    orders, away = tmp_path / "queues" / "orders", tmp_path / "away"
+    orders.rename(away)
+    orders.mkdir()
+    (orders / "queue.json").write_text('{"format": 99}')
+    for _ in range(2):  # the registry keeps it, also if the node writes a new one
+        caplog.clear()
+        with Node(tmp_path, {"configured": {}}) as node:
+            assert set(node.queues()) == {"configured", "small"}
+            with pytest.raises(StorageFailed, match=r"'orders' could not be opened: .*queue\.json"):
+                node.queue("orders")
+            node.create("more")
+            node.drop("more")
+        (error,) = [each for each in caplog.records if each.levelname == "ERROR"]
+        assert error.getMessage().startswith("queue.not_opened queue=orders path=")
+    with pytest.raises(NotAQueue):
+        Node(tmp_path, {"orders": {}})
+    (orders / "queue.json").unlink()
+    orders.rmdir()
+    away.rename(orders)
+    with Node(tmp_path, {"configured": {}}) as node:
+        assert node.queue("orders").stats().ledger.pending == 3
+        assert node.queue("orders").settings.size == 500
 
 
 def test_any_flipped_bit_of_the_registry_loses_no_queue(tmp_path: Path) -> None:

@@ -578,6 +578,80 @@ def test_validate_accepts_a_valid_file(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
 
 
+WITHOUT_LIBRARIES = """
+import sys
+for name in {gone}:
+    sys.modules[name] = None
+from turnlane.cli import main
+main()
+"""
+
+
+def validate_without(*gone: str, file: Path) -> tuple[int, str]:
+    """Validate a file in a Python that does not have some libraries; return code and stderr."""
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIBRARIES.format(gone=gone), "validate", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    return run.returncode, run.stderr
+
+
+def test_validate_names_the_extra_of_every_missing_library(tmp_path: Path) -> None:
+    url, sql = "url: 'postgresql://u@db/x'", "table: t, columns: {a: value}"
+    file = config_file(
+        tmp_path,
+        "queues: {main: }\ninputs:\n"
+        f"  - {{type: table, {url}, table: t, queue: main}}\n"
+        f"tables:\n  jobs: {{{url}}}\n"
+        "actions:\n"
+        f"  - {{name: a, output: {{type: sql, url: 'mysql://u@db/x', {sql}}}}}\n"
+        f"  - {{name: b, output: {{type: table, {url}, {sql}}}}}\n",
+    )
+    code, errors = validate_without("psycopg", "pymysql", file=file)
+    assert code == 78
+    assert [line.split(" ")[1] for line in errors.splitlines()] == [
+        "inputs[0].url:",
+        "tables.jobs.url:",
+        "actions[0].output.url:",
+        "actions[1].output.url:",
+    ]
+    for line, extra in zip(
+        errors.splitlines(), ("postgres",) * 2 + ("mysql", "postgres"), strict=True
+    ):
+        assert f"is not installed: pip install 'turnlane[{extra}]'" in line
+    file = config_file(tmp_path, "actions:\n  - {name: a, output: {type: otlp, url: 'http://x'}}\n")
+    code, errors = validate_without("google", file=file)
+    assert code == 78
+    assert "OTLP is not installed: pip install 'turnlane[otlp]'" in errors
+    file = config_file(tmp_path, "actions:\n  - {name: a, output: {type: discard}}\n")
+    code, errors = validate_without("pyspark", file=file)
+    assert code == 0
+    assert "warning: turnlane run cannot run the actions here: Spark is not installed: " in errors
+    assert "pip install 'turnlane[spark]'" in errors
+
+
+def test_validate_refuses_transforms_that_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "rules.py").write_text("def enrich(events): return events\n")
+    (tmp_path / "broken_rules.py").write_text("1 / 0\n")
+    tail = "queue: disk, output: {type: discard}"
+    file = config_file(
+        tmp_path,
+        "transform: absent_rules:enrich\nactions:\n"
+        f"  - {{name: a, transform: 'rules:enrich', {tail}}}\n"
+        f"  - {{name: b, transform: 'rules:gone', {tail}}}\n"
+        f"  - {{name: c, transform: 'broken_rules:x', {tail}}}\n",
+    )
+    code, errors = validate_without(file=file)
+    assert code == 78
+    first, second, third = errors.splitlines()
+    assert "transform: absent_rules:enrich: No module named 'absent_rules'" in first
+    assert "actions[1].transform: rules:gone: module 'rules' has no attribute 'gone'" in second
+    assert "actions[2].transform: broken_rules:x: ZeroDivisionError" in third
+
+
 @pytest.mark.parametrize(
     ("kind", "where"),
     [("memory", "are kept in memory"), ("disk_assisted", "are kept in memory until they spill")],
@@ -590,7 +664,7 @@ def test_validate_warns_of_commits_into_memory(tmp_path: Path, kind: str, where:
     ]
     file = config_file(tmp_path, "actions:\n" + "\n".join(actions) + "\n")
     code, said, warned = run_turnlane("validate", file)
-    assert (code, said) == (0, f"{file}: ok, 0 queues, 0 inputs, 3 actions\n")
+    assert (code, said) == (0, f"{file}: ok, 3 queues, 0 inputs, 3 actions\n")
     (line,) = warned.splitlines()
     assert line.startswith(
         f"turnlane: warning: {file}:6:23: actions[0].queue: events that the main lane"

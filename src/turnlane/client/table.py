@@ -23,7 +23,7 @@ from turnlane.client.node_client import RemoteNode, parse_metadata
 from turnlane.databases import Row
 from turnlane.errors import LeadLost, Never, QueueClosed, TransportDown, TurnlaneError
 from turnlane.logs import get_logger
-from turnlane.runtime import Closeable
+from turnlane.runtime import Closeable, create_thread
 from turnlane.table.receiver import DEFAULT_PREFETCH, EVENT_COLUMNS, LostAckCounter, TableEvent
 from turnlane.table.shards import KeyRange
 
@@ -174,9 +174,7 @@ class _Link:
         """How many times acks were lost."""
         self._losses = LostAckCounter()
         self._lock = threading.Lock()
-        self._thread = threading.Thread(
-            target=self._run, name=f"turnlane-receive-{node.place}", daemon=True
-        )
+        self._thread = create_thread(f"turnlane-receive-{node.place}", self._run)
 
     def start(self) -> None:
         self._thread.start()

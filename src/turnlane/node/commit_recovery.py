@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from turnlane.errors import NoSuchQueue, RetryLater
+from turnlane.errors import NoSuchQueue, RetryLater, StorageFailed
 from turnlane.logs import get_logger
 from turnlane.node.commit_apply import (
     CommitContext,
@@ -100,7 +100,7 @@ def _find_open_queues(plan: CommitPlan, context: CommitContext) -> dict[str, Buf
     for name in plan.queues:
         try:
             queues[name] = context.find_queue(name)
-        except NoSuchQueue:
+        except (NoSuchQueue, StorageFailed):
             continue
     return queues
 

@@ -126,12 +126,16 @@ def read_referenced_events(
     done = [0] * len(wanted)
     for first, end in _get_hulls(wanted):
         for start, block in read_range(source, first, end):
+            # Of the events above the lowest pending one, others may have settled some.
+            unsettled = source.filter_unsettled([(start, start + block.num_rows)])
             for number, offsets in enumerate(wanted):
                 low, high = np.searchsorted(offsets, (start, start + block.num_rows)).tolist()
-                if low < high:
-                    _check_settled(source, offsets[done[number] : low])
-                    done[number] = high
-                    yield number, low, _select_rows(block, offsets[low:high] - start)
+                _check_settled(source, offsets[done[number] : low])
+                done[number] = max(done[number], high)
+                for span in unsettled:
+                    low, high = np.searchsorted(offsets, span).tolist()
+                    if low < high:
+                        yield number, low, _select_rows(block, offsets[low:high] - start)
     for offsets, at in zip(wanted, done, strict=True):
         _check_settled(source, offsets[at:])
 

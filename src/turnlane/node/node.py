@@ -33,6 +33,7 @@ from turnlane.errors import (
     NotAQueue,
     QueueExists,
     StorageFailed,
+    TurnlaneError,
 )
 from turnlane.events import BASE_SCHEMA
 from turnlane.logs import get_logger
@@ -261,6 +262,8 @@ class Housekeeping(Closeable):
         gone = self._staging.discard_older(STAGE_SECONDS)
         if gone:
             log.warning("staging.stages_expired", stages=gone, hint="no task committed them")
+        for queue in self._queues():
+            queue.stats()  # a sample for the rates in and out
         moved = sum(queue.end + queue.low for queue in self._queues())
         if moved != self._tidied_at:
             self._tidied_at = moved
@@ -298,6 +301,8 @@ class Node(Closeable):
         self._queues: dict[str, BufferedQueue] = {}
         self._configured = frozenset(queues or ())
         self._by_pipeline: set[str] = set()
+        self._unopened: dict[str, tuple[Mapping[str, Any], str]] = {}
+        """Queues that were created at run time and cannot be opened: their knobs, and why."""
         self._is_registry_damaged = False
         self._dropped = DroppedQueues(data / "queues", self._disk)
         with contextlib.ExitStack() as opened:
@@ -313,7 +318,12 @@ class Node(Closeable):
             registered = self._read_registry()
             self._dropped.sweep()
             for name, knobs in {**registered, **(queues or {})}.items():
-                self._open(self._build_settings(name, knobs))
+                try:
+                    self._open(self._build_settings(name, knobs))
+                except (TurnlaneError, OSError) as error:
+                    if name in self._configured:
+                        raise
+                    self._keep_unopened(name, knobs, error)
             if self._is_registry_damaged:
                 self._replace_registry()
             self.lanes = Lanes()
@@ -329,6 +339,7 @@ class Node(Closeable):
             )
             self._close_all = opened.pop_all().close
         paths = [queue.settings.path for queue in self._queues.values() if queue.settings.path]
+        paths += [data / "queues" / name for name in self._unopened]
         warn_of_orphan_queues(data / "queues", paths, self._disk)
         log.info("node.started", data=data, queues=len(self._queues), recovered_commits=recovered)
 
@@ -358,8 +369,13 @@ class Node(Closeable):
     # ── queues ───────────────────────────────────────────────────────────────────────────────────
 
     def queue(self, name: str) -> BufferedQueue:
-        """Return the queue of this name. Raises ``NoSuchQueue``."""
+        """Return the queue of this name. Raises ``NoSuchQueue``.
+
+        Raises ``StorageFailed`` for a queue that could not be opened when the node started.
+        """
         queue = self._queues.get(name)
+        if queue is None and name in self._unopened:
+            raise StorageFailed(f"queue {name!r} could not be opened: {self._unopened[name][1]}")
         if queue is None:
             known = ", ".join(sorted(self._queues)) or "none"
             raise NoSuchQueue(f"there is no queue {name!r}; there are: {known}")
@@ -476,7 +492,19 @@ class Node(Closeable):
     def _open(self, settings: QueueSettings) -> BufferedQueue:
         queue = open_buffered_queue(settings, clock=self._clock, disk=self._disk)
         self._queues[settings.name] = queue
+        self._unopened.pop(settings.name, None)
         return queue
+
+    def _keep_unopened(self, name: str, knobs: Mapping[str, Any], error: Exception) -> None:
+        """Go on without a queue that was created at run time; the registry keeps it."""
+        self._unopened[name] = knobs, str(error)
+        log.error(
+            "queue.not_opened",
+            queue=name,
+            path=self.data / "queues" / name,
+            error=error,
+            hint="the node runs without it; correct this or move the directory away, and restart",
+        )
 
     def _read_registry(self) -> dict[str, dict[str, Any]]:
         """Return the queues that were created at run time, and finish interrupted drops.
@@ -534,13 +562,17 @@ class Node(Closeable):
             log.warning("node.registry_not_replaced", file=self.data / REGISTRY, error=error)
 
     def _write_registry(self) -> None:
-        entries = {
+        knobs = {
             name: queue.settings.model_dump(
                 mode="json", exclude_unset=True, exclude={"path", "name"}
             )
-            | ({BY_PIPELINE: True} if name in self._by_pipeline else {})
             for name, queue in self._queues.items()
             if name not in self._configured
+        }
+        knobs |= {name: dict(each) for name, (each, _) in self._unopened.items()}
+        entries: dict[str, dict[str, Any]] = {
+            name: each | ({BY_PIPELINE: True} if name in self._by_pipeline else {})
+            for name, each in knobs.items()
         }
         entries |= {name: {DROPPED: queue_id} for name, queue_id in self._dropped.ids.items()}
         data = json.dumps(entries, indent=1).encode()

@@ -24,6 +24,7 @@ from time import perf_counter
 import pyarrow as pa
 
 from turnlane.errors import Bug
+from turnlane.runtime import start_thread
 from turnlane.storage.directory import Quarantine
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.encoder import (
@@ -98,15 +99,12 @@ class SingleThreadExecutor:
 
     def _start(self) -> None:
         # A daemon thread, as the queue's writer: all that matters is synced before a close returns.
-        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         try:
-            thread.start()
+            self._thread = start_thread(self._name, self._run)
         except RuntimeError:
             # No thread can start while the interpreter ends, or when the process has too many.
             self._calls.put(None)
             self._run()
-        else:
-            self._thread = thread
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:

@@ -25,7 +25,7 @@ from turnlane.storage.frames import (
     decode_events,
     parse_header,
 )
-from turnlane.storage.recovery import rename_foreign_segment
+from turnlane.storage.recovery import keep_damaged_bytes, rename_foreign_segment
 from turnlane.storage.segments import Segment, SegmentCatalog, find_next_frame, read_segment_schema
 
 log = get_logger(__name__)
@@ -269,17 +269,7 @@ class LogReader:
         if segment not in self._catalog or not byte < byte + length <= segment.size:
             raise _SegmentChanged  # it looked like damage because the writer cut the file
         log.warning("segment.damaged", file=segment.path, byte=byte, error=error)
-        try:
-            self._quarantine.copy(self._fd, byte, length, segment=segment.first, kind="frame")
-        except OSError as failure:
-            # Reading must go on even on a full disk: only reading frees space. Keep the segment.
-            log.warning(
-                "quarantine.copy_failed",
-                file=segment.path,
-                error=failure,
-                hint="the chunk is kept instead",
-            )
-            segment.has_uncopied_damage = True
+        keep_damaged_bytes(self._quarantine, self._fd, segment, byte, length)
 
     # Reading bytes
 

@@ -208,6 +208,21 @@ class LogRecovery:
                     known.add(first, next_sequence)
 
 
+def keep_damaged_bytes(
+    quarantine: Quarantine, fd: int, segment: Segment, byte: int, length: int
+) -> None:
+    """Copy damaged bytes of a segment to quarantine; if that fails, keep the segment.
+
+    It must not stop the caller: on a full disk, only reading frees space.
+    """
+    try:
+        quarantine.copy(fd, byte, length, segment=segment.first, kind="frame")
+    except OSError as error:
+        hint = "the chunk is kept instead"
+        log.warning("quarantine.copy_failed", file=segment.path, error=error, hint=hint)
+        segment.has_uncopied_damage = True
+
+
 def rename_foreign_segment(path: Path, disk: Disk) -> None:
     """Rename a segment that is not this queue's, or misnamed, to a name ending in ``.foreign``."""
     target = path.with_name(path.name + ".foreign")
@@ -313,7 +328,7 @@ class SegmentRewrite:
                 if isinstance(region, ValidFrame):
                     self._copy_frame(source, fd, region)
                 elif region.length:
-                    self._quarantine_region(source, region)
+                    keep_damaged_bytes(self._quarantine, source, old, region.byte, region.length)
                     self._write_rebuilt_frames(fd, region)
 
     def _copy_frame(self, source: int, fd: int, frame: ValidFrame) -> None:
@@ -342,21 +357,6 @@ class SegmentRewrite:
             at = after
         if at < end:
             self.lost.append((at, end))
-
-    def _quarantine_region(self, source: int, region: InvalidRegion) -> None:
-        old = self._old
-        try:
-            self._quarantine.copy(
-                source, region.byte, region.length, segment=old.first, kind="frame"
-            )
-        except OSError as error:
-            log.warning(
-                "quarantine.copy_failed",
-                file=old.path,
-                error=error,
-                hint="the chunk is kept instead",
-            )
-            old.has_uncopied_damage = True
 
     def _cut_old_file(self) -> None:
         """Cut the old file back to its synced size; a failure is harmless."""

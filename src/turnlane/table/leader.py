@@ -47,10 +47,9 @@ from turnlane.runtime import Closeable, start_thread
 from turnlane.table.definition import Definition
 from turnlane.table.dispatcher import EventDispatcher
 from turnlane.table.fetcher import FIRST_POSITION, Fetcher, RowFinder
-from turnlane.table.leader_state import LeaderState, ManagerCounts, ReceiverSlot
-from turnlane.table.lease import LeaderLease
+from turnlane.table.leader_state import LeaderState, ReceiverSlot
 from turnlane.table.queue_sql import get_queue_sql
-from turnlane.table.receiver import ManagerHandle, TableEvent
+from turnlane.table.receiver import TableEvent
 from turnlane.table.settlement import Settlement
 from turnlane.table.store import BATCH_SIZE, TableStore
 
@@ -86,22 +85,13 @@ finds nothing to free while a transaction is open."""
 class LeaderTerm:
     """One term of one manager: its parts, and one step of their work."""
 
-    def __init__(
-        self,
-        store: TableStore,
-        lease: LeaderLease,
-        manager: ManagerHandle,
-        counts: ManagerCounts,
-        *,
-        clock: Clock,
-        chance: Callable[[], float],
-    ) -> None:
-        self.state = LeaderState(store, lease, manager, counts, clock)
-        self._fetcher = Fetcher(self.state)
-        self.dispatcher = EventDispatcher(self.state)
-        self.settlement = Settlement(self.state, chance, self.finder)
-        self.collector = Collector(self.state, self.settlement.retry_forgotten)
-        self.schedule_runner = ScheduleRunner(store)
+    def __init__(self, state: LeaderState, chance: Callable[[], float]) -> None:
+        self.state = state
+        self._fetcher = Fetcher(state)
+        self.dispatcher = EventDispatcher(state)
+        self.settlement = Settlement(state, chance, self.finder)
+        self.collector = Collector(state, self.settlement.retry_forgotten)
+        self.schedule_runner = ScheduleRunner(state.store)
 
     @property
     def finder(self) -> RowFinder:

@@ -31,7 +31,7 @@ from turnlane.errors import (
 from turnlane.logs import get_logger
 from turnlane.runtime import Closeable, start_thread
 from turnlane.table.leader import LeaderTerm, Vacuum
-from turnlane.table.leader_state import ManagerCounts, ReceiverSlot
+from turnlane.table.leader_state import LeaderState, ManagerCounts, ReceiverSlot
 from turnlane.table.lease import LeaderLease
 from turnlane.table.queue_sql import CHANNEL
 from turnlane.table.receiver import EVENT_COLUMNS, Receiver, TableEvent
@@ -222,9 +222,8 @@ class Manager(Closeable):
             self._lease.release()
             return False
         log.info("table.lead_taken", queue=self._name, term=self._lease.token)
-        term = LeaderTerm(
-            self.store, self._lease, self, self.counts, clock=self._clock, chance=self._chance
-        )
+        state = LeaderState(self.store, self._lease, self, self.counts, self._clock)
+        term = LeaderTerm(state, self._chance)
         term.begin()
         for slot in self._slots.values():
             slot.load = 0

@@ -191,9 +191,10 @@ class ExtendCommand(LeaseCommand):
     seconds: LeaseSeconds | None = None
 
 
-class QueueSpan(QueueCommand):
+class QueueSpan(Command):
     """A range of offsets of a queue."""
 
+    queue: Text
     first: Offset
     end: Offset
 
@@ -280,9 +281,10 @@ class BreakerCommand(Command):
     action: Text
 
 
-class PermitCommand(BreakerCommand):
+class PermitCommand(Command):
     """Ask what a task of an action may send."""
 
+    action: Text
     queue: Text
     task: Text
     settings: DeliverySettings = DeliverySettings()
