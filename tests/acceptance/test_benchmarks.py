@@ -25,6 +25,8 @@ QUEUES = {
     "synced_write_ratio",
     "recovery_ratio",
     "proxy_memory_ratio",
+    "proxy_memory_ratio_memory",
+    "proxy_memory_ratio_disk_assisted",
     "vs_persist_queue",
     "vs_sqlite",
 }

@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pyarrow as pa
 import typer
@@ -15,13 +15,18 @@ from turnlane.cli import console
 from turnlane.cli.console import (
     Column,
     Count,
+    Endpoint,
     ExitCode,
     Json,
+    OptionalConfig,
+    TlsCa,
+    TokenEnv,
     Yes,
     format_count,
     format_value,
     report_errors,
 )
+from turnlane.cli.targets import connect_nodes
 from turnlane.queues import open_buffered_queue
 from turnlane.queues.settings import QueueSettings
 from turnlane.storage.export import (
@@ -40,6 +45,7 @@ from turnlane.storage.inspection import (
 )
 from turnlane.storage.verify import QueueAccount, VerificationReport
 from turnlane.storage.walk import EVERYTHING, EventSlice, InspectableQueue, Selection
+from turnlane.units import format_duration
 
 # ── texts for people ──
 
@@ -130,6 +136,65 @@ queue = typer.Typer(
     rich_markup_mode=None,
     help="Look into a queue's directory; also of a running, stopped or damaged queue.",
 )
+
+_YEAR = 365 * 86_400
+_STATS_COLUMNS: list[Column] = [
+    ("queue", "left"),
+    ("pending", "right"),
+    ("full", "right"),
+    ("in/s", "right"),
+    ("out/s", "right"),
+    ("drained in", "right"),
+    ("dropped", "right"),
+    ("trouble", "left"),
+]
+
+
+@queue.command()
+@report_errors
+def stats(
+    config: OptionalConfig = None,
+    *,
+    endpoint: Endpoint = None,
+    token_env: TokenEnv = None,
+    tls_ca: TlsCa = None,
+    as_json: Json = False,
+) -> None:
+    """Show how full the queues of running nodes are, their rates, and when they will be empty."""
+    with connect_nodes(config, endpoint, token_env, tls_ca) as nodes:
+        found = [(number, node.stats()) for number, node in enumerate(nodes)]
+    rows = []
+    for number, by_name in found:
+        for name, each in sorted(by_name.items()):
+            if as_json:
+                console.say_json({"node": number, **each})
+            else:
+                rows.append([name if len(found) == 1 else f"{number}/{name}", *_format_stats(each)])
+    if rows:
+        console.say_table(_STATS_COLUMNS, rows, elastic="trouble")
+    elif not as_json:
+        console.say("there are no queues")
+
+
+def _format_stats(stats: dict[str, Any]) -> list[str]:
+    """Return the cells after the name. Rates are unknown in the first seconds of a node."""
+    pending, rates = stats["ledger"]["pending"], (stats["rate_in"], stats["rate_out"])
+    seconds = stats["drain_seconds"]
+    if None in rates:
+        drained = "unknown"
+    elif seconds is None:
+        drained = "never"
+    else:
+        drained = format_duration(round(seconds)) if seconds < _YEAR else "over a year"
+    return [
+        str(pending),
+        f"{stats['utilization']:.0%}",
+        *("" if rate is None else f"{rate:.1f}" for rate in rates),
+        drained,
+        str(sum(stats["ledger"]["dropped"].values())),
+        stats["trouble"],
+    ]
+
 
 Directory = Annotated[
     Path,

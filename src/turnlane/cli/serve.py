@@ -128,6 +128,7 @@ def validate(
     check(settings)
     with print_config_errors(settings):
         settings.nodes.token()
+        _check_installed(settings)
     if with_spark:
         _check_with_spark(settings)
     answered = check_outputs(settings) if connect else None
@@ -140,13 +141,44 @@ def validate(
 
 
 def _format_counts(settings: Config, answered: int | None) -> Iterator[str]:
-    parts = [(len(settings.queues), "queue"), (len(settings.inputs), "input")]
+    pipeline = settings.pipeline()
+    dead = () if pipeline is None else pipeline.dead_letter_queues
+    queues = set(settings.knobs()) - (set(dead) - set(settings.queues))
+    parts = [(len(queues), "queue"), (len(settings.inputs), "input")]
     if settings.actions:
         parts.append((len(settings.actions), "action"))
     if answered is not None:
         parts.append((answered, "reachable output"))
     for count, noun in parts:
         yield console.format_count(count, noun)
+
+
+def _check_installed(settings: Config) -> None:
+    """Check that the drivers of databases and the modules of transforms can be imported.
+
+    Without Spark only a warning is printed: ``turnlane serve`` does not need it.
+    """
+    from turnlane.config import find_missing_drivers
+    from turnlane.validation import ConfigIssue, ConfigIssues, get_message
+
+    issues = list(find_missing_drivers(settings))
+    transforms = {"transform": settings.transform} | {
+        f"actions[{at}].transform": action.transform for at, action in enumerate(settings.actions)
+    }
+    try:
+        if settings.actions:
+            from turnlane.spark.transforms import find_transform
+    except ImportError as error:
+        console.warn(f"warning: turnlane run cannot run the actions here: {error}")
+        transforms = {}
+    for knob, name in transforms.items():
+        try:
+            if name is not None:
+                find_transform(name)
+        except ConfigError as error:
+            issues.append(ConfigIssue(knob, get_message(error)))
+    if issues:
+        raise ConfigIssues(issues)
 
 
 def _check_with_spark(settings: Config) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from turnlane.config.cross_checks import find_warnings
+from turnlane.config.cross_checks import find_missing_drivers, find_warnings
 from turnlane.config.document import ConfigFileError, FilePosition, LocatedIssue, parse
 from turnlane.config.schema import json_schema
 from turnlane.config.settings import Config
@@ -17,6 +17,7 @@ from turnlane.pipeline.cases import Case
 __all__ = [
     "Config",
     "ConfigFileError",
+    "find_missing_drivers",
     "find_warnings",
     "get_visible_settings",
     "json_schema",

@@ -12,15 +12,18 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple
 
+from pydantic import SecretStr
+
 from turnlane.config.document import Path, SettingIssue, format_path
 from turnlane.config.settings import FLIGHT, HTTP, Config
+from turnlane.databases import get_dialect_name, load_dialect
 from turnlane.delivery.settings import Ordering
-from turnlane.errors import ConfigError
+from turnlane.errors import ConfigError, NotSupported
 from turnlane.pipeline.settings import DEAD_LETTERS, DISCARD, EVENTS_VIEW, FAILOVER, MAIN, SPARK
 from turnlane.queues.settings import ON_DISK, Kind
 from turnlane.serving.address import LOOPBACK, Address
 from turnlane.serving.auth import Right
-from turnlane.validation import suggest
+from turnlane.validation import ConfigIssue, suggest
 
 Values = dict[str, Any]
 """The plain values of a mapping, valid or not."""
@@ -49,6 +52,24 @@ def find_warnings(config: Config) -> Iterator[ConfigError]:
                 "lost, though they are settled in the main queue; use disk to keep them"
             )
             yield config.locate(ConfigError(f"actions[{at}].queue", message))
+
+
+def find_missing_drivers(config: Config) -> Iterator[ConfigIssue]:
+    """Return the URLs of databases whose drivers are not installed here."""
+
+    def check(path: Path, data: object) -> Iterator[ConfigIssue]:
+        if isinstance(data, SecretStr):
+            data = data.get_secret_value()
+        if isinstance(data, str) and path[-1] == "url" and get_dialect_name(data) is not None:
+            try:
+                load_dialect(data)
+            except NotSupported as error:
+                yield ConfigIssue(format_path(path), str(error))
+        elif isinstance(data, dict | list | tuple):
+            for part, value in data.items() if isinstance(data, dict) else enumerate(data):
+                yield from check((*path, part), value)
+
+    yield from check((), config.model_dump())
 
 
 def check_sections(data: Values) -> Iterator[SettingIssue]:
@@ -136,7 +157,7 @@ def _list_pipeline_queues(data: Values) -> Iterator[str]:
             if not _is_direct(action):
                 yield action["name"]
             yield f"{action['name']}.dead"
-    if data.get("actions") and _get_mapping(data.get("parse")).get("on_error") == "dead":
+    if data.get("actions"):
         yield DEAD_LETTERS
 
 

@@ -205,8 +205,8 @@ class HttpSettings(WebSettings):
     max_memory: Size | None = Field(
         default=None,
         ge=1,
-        description="The most memory of all bodies under way, of this plane and of all HTTP inputs "
-        "together; default: a quarter of what the process may use.",
+        description="The most memory of all bodies under way, of this plane and of all HTTP and "
+        "gRPC inputs together; default: a quarter of what the process may use.",
     )
 
 
