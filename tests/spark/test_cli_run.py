@@ -155,7 +155,8 @@ def test_pipeline_command_creates_queues_on_another_node(start: Start, tmp_path:
         where = ("--endpoint", served.url, "--master", "local[2]")
         program = start("pipeline", "c.yaml", *where, "--no-reload")  # Only SIGHUP reloads it.
         program.wait_for("lanes")
-        assert set(served.node.queues()) == {"main", "alerts", "alerts.dead", "all.dead"}
+        queues = {"main", "main.dead", "alerts", "alerts.dead", "all.dead"}
+        assert set(served.node.queues()) == queues
         wait_until_file_has(tmp_path / "alerts.jsonl", ["far away"], program)
         program.wait_for("lane", name="alerts", state="running")
         (tmp_path / "c.yaml").write_text(CONFIG.replace("name: all,", "name: everything,"))

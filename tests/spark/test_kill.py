@@ -378,19 +378,21 @@ def test_only_events_in_flight_at_a_kill_are_sent_again(
     with run_server() as server, has_process(tmp_path, WEB.replace("URL", server.url)) as victim:
         at = Destination(server)
         published = publish(victim, 0, 20)
-        wait_for_web(victim, delivered=20)
+        wait_for_ledger(victim, "web", delivered=20)
         opened: set[bytes] = set()
         for what in ("driver", "node"):
             held, before = Held(at), len(published)
             published |= publish(victim, before, 20)
             assert held.came.wait(PATIENCE)
             published |= publish(victim, before + 20, 20)
-            wait_for_web(victim, pending=40)  # Some are in the open request, others are not.
+            wait_for_ledger(
+                victim, "web", pending=40
+            )  # Some are in the open request, others are not.
             node = Path(f"/proc/{victim.node()}")
             victim.kill(what)
             wait_until(lambda node=node: not node.exists(), "the node's end", PATIENCE)  # type: ignore[misc]
             held.let_go.set()
-            wait_for_web(victim, delivered=before + 40)
+            wait_for_ledger(victim, "web", delivered=before + 40)
             opened |= held.values
         arrived = Counter(at.taken)
         ledgers = [each["ledger"] for each in victim.client.stats().values()]
@@ -405,13 +407,14 @@ def test_only_events_in_flight_at_a_kill_are_sent_again(
 def test_events_that_a_filter_cannot_handle_are_dead_once_after_kills(tmp_path: Path) -> None:
     """The processes are killed while the main lane searches for the bad events."""
     with has_process(tmp_path, STRICT) as victim:
-        wait_for_web(victim, accepted=0)
+        wait_for_ledger(victim, "web", accepted=0)
         for first, what in enumerate(("node", "both")):
             before = count_failures(victim)
             publish(victim, first * 200, 200)
             wait_until(lambda n=before: count_failures(victim) > n, "a failure", PATIENCE)  # type: ignore[misc]
             victim.kill(what)
-        wait_for_web(victim, accepted=390)
+        wait_for_ledger(victim, "web", accepted=390)
+        wait_for_ledger(victim, "main", pending=0)
         ledgers = {name: each["ledger"] for name, each in victim.client.stats().items()}
         passed, dead = (contents(victim.client, name) for name in ("web", "main.dead"))
         assert victim.stop() == 0, victim.lives[-1].errors
@@ -433,14 +436,14 @@ def publish(victim: KilledProcess, first: int, count: int) -> set[bytes]:
     return set(values)
 
 
-def wait_for_web(victim: KilledProcess, **wanted: int) -> None:
-    """Wait until the ledger of the lane's queue shows it; the node may be away for a while."""
+def wait_for_ledger(victim: KilledProcess, queue: str, **wanted: int) -> None:
+    """Wait until the ledger of a queue shows it; the node may be away for a while."""
 
     def is_so() -> bool:
         try:
-            ledger: dict[str, Any] = victim.client.stats()["web"]["ledger"]
+            ledger: dict[str, Any] = victim.client.stats()[queue]["ledger"]
         except (TransportDown, KeyError):
             return False
         return wanted.items() <= ledger.items()
 
-    wait_until(is_so, f"web: {wanted}", PATIENCE)
+    wait_until(is_so, f"{queue}: {wanted}", PATIENCE)
