@@ -24,6 +24,7 @@ MODULES = {
     "queues": "Queues",
     "node": "The node",
     "spark": "The pipeline on Spark",
+    "realistic": "Parsers and filters",
     "delivery": "Delivery",
     "table": "Queue tables",
 }

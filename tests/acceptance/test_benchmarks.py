@@ -47,6 +47,7 @@ SPARK = {
     "idle_cpu_percent",
     "dead_lane_loss_percent",
 }
+REALISTIC = {"plan_cost_16_filters_s", "plan_cost_growth", "plan_cost_transform_s"}
 TABLE = {
     "vs_pgqueuer",
     "vs_procrastinate",
@@ -69,6 +70,7 @@ DELIVERY = {
 PROGRAMS = {
     "node": ("rsyslogd", "wrk"),
     "spark": ("java", "rsyslogd"),
+    "realistic": ("java",),
     "delivery": ("java", "rsyslogd"),
     "table": ("mariadbd",),
 }
@@ -81,6 +83,7 @@ PROGRAMS = {
         ("queues", QUEUES),
         ("node", NODE),
         ("spark", SPARK),
+        ("realistic", REALISTIC),
         ("delivery", DELIVERY),
         ("table", TABLE),
     ],

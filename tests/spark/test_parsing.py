@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from zoneinfo import ZoneInfo
 
-import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.types import ShortType, StructField, StructType
 
-from tests.spark import syslog_reference as reference
-from tests.spark.syslog_samples import NO_UTF_8, SAMPLES
+from tests.unit.syslog_samples import NO_UTF_8, SAMPLES
 from tests.unit.test_otlp_columns import check as check_telemetry
 from tests.unit.test_otlp_columns import events as telemetry
-from turnlane.delivery.settings import PRIORITY
+from tests.unit.test_syslog_columns import parse as parse_block
 from turnlane.errors import ConfigError
 from turnlane.formats.otlp import Signal
 from turnlane.formats.parse_settings import Format, ParseSettings
-from turnlane.formats.syslog import parse_priorities
 from turnlane.spark.parsing import parse_events
 
 SCHEMA = (
@@ -32,7 +26,6 @@ SCHEMA = (
 )
 ARRIVAL = datetime(2026, 1, 5, 12, 0, tzinfo=UTC)
 SYSLOG = ParseSettings(format=Format.SYSLOG)
-LETTERS = ' <>[]:="\\-\x1f0123456789abcZT\n%.ü'
 
 
 def events(
@@ -59,133 +52,16 @@ def make_settings(**knobs: Any) -> ParseSettings:
 # ── syslog ──
 
 
-def check_syslog(
-    spark: SparkSession, values: Sequence[bytes | None], *, lenient: bool = False
-) -> None:
-    found = collect_rows(parse_events(events(spark, values), SYSLOG))
-    assert len(found) == len(values)
-    for value, row in zip(values, found, strict=True):
-        assert row["value"] == value
-        wanted = reference.parse(value, ARRIVAL)
-        got = {name: row[name] for name in wanted}
-        if got["time"] is not None:
-            got["time"] = got["time"].astimezone(UTC)
-        if lenient and wanted["parse_error"] == "time":
-            # Spark accepts a few more forms of a time than RFC 5424.
-            got["time"] = wanted["time"]
-            got["parse_error"] = "time"
-        why, error = wanted.pop("parse_error"), got.pop("parse_error")
-        assert got == wanted, value
-        assert (why is None) == (error is None), (value, error)
-        assert why is None or str(why) in error, value
-
-
-def test_syslog_agrees_with_a_plain_parser_on_picked_messages(spark: SparkSession) -> None:
-    check_syslog(spark, [None, *(text.encode() for text in SAMPLES), *NO_UTF_8])
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_syslog_agrees_with_a_plain_parser_on_damaged_messages(
-    spark: SparkSession, seed: int
-) -> None:
-    choice = random.Random(seed)
-    texts = [damage_message(choice) for _ in range(1500)]
-    check_syslog(spark, [text.encode() for text in texts if "0000" not in text], lenient=True)
-
-
-def damage_message(choice: random.Random) -> str:
-    text = choice.choice(SAMPLES)
-    if choice.random() < 0.2:
-        other = choice.choice(SAMPLES)
-        text = text[: choice.randrange(len(text) + 1)] + other[choice.randrange(len(other) + 1) :]
-    for _ in range(choice.randrange(1, 4)):
-        at = choice.randrange(len(text) + 1)
-        # Mostly near the start, where the header is.
-        at = at if choice.random() < 0.4 else min(at, choice.randrange(40))
-        text = (
-            text[:at]
-            + choice.choice(["", choice.choice(LETTERS)])
-            + text[at + choice.randrange(2) :]
-        )
-    return text
-
-
-def test_line_may_end_after_nil_structured_data(spark: SparkSession) -> None:
-    check_syslog(spark, [b"<13>1 - h a p m -\n", b"<13>1 - h a p m -\nx", b"<13>1 - h a p m -x"])
-    (row,) = collect_rows(parse_events(events(spark, [b"<13>1 - h a p m -\n"]), SYSLOG))
-    assert (row["structured_data"], row["message"], row["parse_error"]) == (None, "", None)
-
-
-def test_syslog_severity_comes_from_the_message(spark: SparkSession) -> None:
-    values = [b"<0>a: b", b"Oct 11 22:14:15 h a: b", b"nothing", b"<999>x"]
+def test_syslog_in_a_table_gets_the_columns_of_blocks(spark: SparkSession) -> None:
+    values = [None, *(text.encode() for text in SAMPLES), *NO_UTF_8]
     found = parse_events(events(spark, values, severity=5), SYSLOG)
-    assert [row["severity"] for row in collect_rows(found)] == [0, 5, 5, 5]
     assert dict(found.dtypes)["severity"] == "tinyint"
-
-
-def test_syslog_time_without_a_zone_uses_the_configured_zone(spark: SparkSession) -> None:
-    values = [
-        b"<1>Jan  1 00:30:00 h a: b", b"<1>2025-07-01T12:00:00 h a: b",
-        b"<1>1 2025-07-01T12:00:00 h a - - -",
-        b"<1>2025-07-01T12:00:00Z h a: b", b"<1>2025-07-01T12:00:00+0200 h a: b",
-        b"<1>7: Jan  1 00:30:00 UTC: %A-1-B: c",
-    ]  # fmt: skip
-    berlin = make_settings(format="syslog", time_zone="Europe/Berlin")
-    zone = ZoneInfo("Europe/Berlin")
-    for value, row in zip(
-        values, collect_rows(parse_events(events(spark, values), berlin)), strict=True
-    ):
-        assert row["time"].astimezone(UTC) == reference.parse(value, ARRIVAL, zone)["time"], value
-
-
-def test_long_messages_do_not_exhaust_the_stack(spark: SparkSession) -> None:
-    many = " ".join(f'p{at}="\\"\\""' for at in range(2000))
-    values = [
-        f"<1>1 - h a p m [x {many}] m".encode(),
-        ('<1>1 - h a p m [x a="' + "\\]" * 200_000 + '"] m').encode(),
-        ('<1>1 - h a p m [x a="' + "\\]" * 200_000).encode(),
-        ("<1>1 - h a p m " + "[x]" * 3000 + " m").encode(),
-        b"<1>" + b"9" * 1_000_000,
-        b"<1>Oct 11 22:14:15 " + b"x" * 1_000_000,
-        b"<1>Oct 11 22:14:15 h " + b"x: " * 300_000,
-    ]
-    check_syslog(spark, values)
-
-
-def test_filter_on_severity_does_not_split_messages(spark: SparkSession) -> None:
-    found = (
-        parse_events(events(spark, [b"<1>a: b"]), SYSLOG).filter("severity <= 3").select("value")
-    )
-    plan = found._jdf.queryExecution().optimizedPlan().toString()
-    assert "regexp" not in plan
-    assert "split" not in plan
-    assert found.count() == 1
-
-
-def test_priority_columns_are_the_same_with_and_without_the_others(spark: SparkSession) -> None:
-    odd = [b"<1\xff>", b"<1\xc3>x", b"<13\xc3\xa9>", b"<", b"<>", b"", b"<1 >", b"<+1>", b"<0001>"]
-    values = [None, *odd, *(text.encode() for text in SAMPLES), *NO_UTF_8]
-    source = events(spark, values, severity=5)
-    alone = parse_events(source, SYSLOG, {"severity", "facility", "value"})
-    assert set(alone.columns) == {*source.columns, "facility"}
-    whole = parse_events(source, SYSLOG).select(alone.columns)
-    assert collect_rows(alone) == collect_rows(whole)
-    for value, row in zip(values, collect_rows(alone), strict=True):
-        assert row["facility"] == reference.parse(value, ARRIVAL)["facility"], value
-
-
-def test_priority_column_gives_the_same_result_as_the_message(spark: SparkSession) -> None:
-    """The column replaces the message: a lane that filters by severity reads nothing else."""
-    odd = [b"<1\xff>", b"<13\xc3\xa9>", b"<", b"<>", b"", b"<1 >", b"<+1>", b"<0001>", b"<7"]
-    values: Any = [None, *odd, *(text.encode() for text in SAMPLES), *NO_UTF_8]
-    source = events(spark, values, severity=5)
-    numbers = parse_priorities(pa.array(values, pa.binary())).to_pylist()
-    rows = [(*row, number) for row, number in zip(source.collect(), numbers, strict=True)]
-    schema = StructType([*source.schema.fields, StructField(PRIORITY, ShortType())])
-    known = spark.createDataFrame(rows, schema)
-    by_column = parse_events(known, SYSLOG, {"severity", "facility"})
-    by_spark = parse_events(source, SYSLOG, {"severity", "facility"})
-    assert collect_rows(by_column) == collect_rows(by_spark.select(by_column.columns))
+    rows = collect_rows(found)
+    assert [row["value"] for row in rows] == values
+    for row, expected in zip(rows, parse_block(values, severity=5), strict=True):
+        if row["time"] is not None:
+            row["time"] = row["time"].astimezone(UTC)
+        assert {name: row[name] for name in expected} == expected
 
 
 # ── regex ──

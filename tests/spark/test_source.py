@@ -62,6 +62,24 @@ class TestBatch:
         assert (bytes(two.value), two.key, two.headers, two.offset) == (b"two", None, None, 1)
         assert "headers" not in read(spark, node).columns
 
+    def test_source_parses_values_if_told_the_format(
+        self, spark: SparkSession, node: Served
+    ) -> None:
+        node.publish("main", [b"<13>1 2026-01-31T12:00:00Z h app - - - hello", b"no syslog"])
+        parsed = read(spark, node, parse="syslog").orderBy("offset")
+        one, two = parsed.select("severity", "facility", "app_name", "message", "value").collect()
+        assert (one.severity, one.facility, one.app_name, one.message) == (5, 1, "app", "hello")
+        assert (two.severity, two.app_name, bytes(two.value)) == (None, None, b"no syslog")
+        assert parsed.where("parse_error IS NOT NULL").count() == 1
+        settings = '{"format": "syslog", "time_zone": "Europe/Berlin"}'
+        assert read(spark, node, parse=settings).columns == parsed.columns
+
+    def test_format_that_the_source_cannot_parse_is_refused(
+        self, spark: SparkSession, node: Served
+    ) -> None:
+        with pytest.raises(AnalysisException, match="the source parses otlp and syslog, not json"):
+            read(spark, node, parse="json").collect()
+
     def test_ranges_and_filters_limit_the_rows(self, spark: SparkSession, node: Served) -> None:
         node.publish("main", numbers(0, 100), timestamps=[1_000_000 * n for n in range(100)])
         some = read(spark, node, startingOffsets='{"0": 10}', endingOffsets='{"0": 30}')

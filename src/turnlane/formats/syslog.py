@@ -20,28 +20,34 @@ Numbers = npt.NDArray[np.uint16]
 Mask = npt.NDArray[np.bool_]
 
 _LESS, _GREATER, _ZERO = (ord(each) for each in "<>0")
-_MAX_PRIORITY: Final = 191
+MAX_PRIORITY: Final = 191
 _LONGEST: Final = len("<191>")
 
 
 def parse_severities(values: pa.BinaryArray) -> pa.Int8Array:
     """Return the severity of each message's ``<PRI>``, 0 (emergency) to 7; null without one."""
-    numbers, missing = _read_priorities(values)
-    return pa.array((numbers & 7).astype(np.int8), pa.int8(), mask=missing)
+    numbers, widths = read_priorities(values)
+    return pa.array((numbers & 7).astype(np.int8), pa.int8(), mask=_find_invalid(numbers, widths))
 
 
 def parse_priorities(values: pa.BinaryArray) -> pa.Int16Array:
     """Return the number of each message's ``<PRI>``; null without one, or if it is too large."""
-    numbers, missing = _read_priorities(values)
-    return pa.array(numbers.astype(np.int16), pa.int16(), mask=missing)
+    numbers, widths = read_priorities(values)
+    return pa.array(numbers.astype(np.int16), pa.int16(), mask=_find_invalid(numbers, widths))
 
 
-def _read_priorities(values: pa.BinaryArray) -> tuple[Numbers, Mask | None]:
-    """Return the numbers, and the mask of the invalid ones, ``None`` if all are valid."""
+def _find_invalid(numbers: Numbers, widths: npt.NDArray[np.uint8]) -> Mask | None:
+    """Return which messages have no valid priority; ``None`` if all have one."""
+    valid = (widths > 0) & (numbers <= MAX_PRIORITY)
+    return None if valid.all() else ~valid
+
+
+def read_priorities(values: pa.BinaryArray) -> tuple[Numbers, npt.NDArray[np.uint8]]:
+    """Return the number in each message's ``<PRI>``, up to 999, and its bytes; 0 without one."""
     count = len(values)
     _, offsets, contents = values.buffers()
     if offsets is None or contents is None or not count or not contents.size:
-        return np.zeros(count, np.uint16), np.ones(count, np.bool_)
+        return np.zeros(count, np.uint16), np.zeros(count, np.uint8)
     data = np.frombuffer(memoryview(contents), np.uint8)
     bounds = np.frombuffer(memoryview(offsets), np.int32)[values.offset : values.offset + count + 1]
     if len(data) < _LONGEST:
@@ -60,9 +66,7 @@ def _read_priorities(values: pa.BinaryArray) -> tuple[Numbers, Mask | None]:
     priority = np.where(short, ones, two_digits)
     priority = np.where(long, np.uint16(10) * two_digits + hundreds, priority)
     width = np.uint8(3) * short + np.uint8(4) * middle + np.uint8(5) * long
-    valid = (less == _LESS) & (width > 0) & (width <= np.diff(bounds))
-    valid &= priority <= _MAX_PRIORITY
-    return priority, None if valid.all() else ~valid
+    return priority, width * ((less == _LESS) & (width <= np.diff(bounds)))
 
 
 # ── events as messages, a block at a time ─────────────────────────────────────────────────────

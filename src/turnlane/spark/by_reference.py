@@ -37,7 +37,7 @@ import pyarrow as pa
 from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 
 from turnlane.client.node_client import StageWriter
-from turnlane.delivery.settings import GROUP_OFFSETS, PAYLOAD, PRIORITY, ROUTES
+from turnlane.delivery.settings import GROUP_OFFSETS, PAYLOAD, ROUTES
 from turnlane.events import Block
 from turnlane.intervals import COPY_SCHEMA
 from turnlane.spark.batch_planning import TaskSpans
@@ -49,7 +49,7 @@ from turnlane.spark.task import TaskResult
 
 Numbers = npt.NDArray[np.int64]
 
-GROUPABLE_COLUMNS: Final = frozenset({"severity", "source", PRIORITY})
+GROUPABLE_COLUMNS: Final = frozenset({"severity", "facility", "source"})
 """Columns with few different values: events that agree in them can share a row."""
 _OFFSET_WIDTH: Final = 4
 """The bytes of an offset in a group: its distance from the first offset of the block."""

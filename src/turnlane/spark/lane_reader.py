@@ -159,7 +159,7 @@ class LaneReader(DataSourceStreamReader):
         read = schema
         if options.grouped:
             read = schema.remove(schema.get_field_index(GROUP_OFFSETS))
-        builder = RowBuilder(read, options.queue, task.node)
+        builder = RowBuilder(read, options.queue, task.node, options.parse)
         nodes, queue = self._scan.nodes, options.queue
         rows = read_task_spans(nodes, queue, task, builder, options.rows_per_batch)
         if not options.grouped:

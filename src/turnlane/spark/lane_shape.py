@@ -27,13 +27,13 @@ from typing import Final
 
 from turnlane.delivery.settings import POSITION_COLUMNS, DeliverySettings, Ordering
 from turnlane.events import BASE_SCHEMA
+from turnlane.formats.block_parsing import find_loaded_columns
 from turnlane.intervals import MAX_COPY_TARGETS
 from turnlane.outputs.api import OutputSettings
 from turnlane.outputs.queue import QueueOutputSettings
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import MAIN, ActionSettings, PipelineSettings
 from turnlane.spark.by_reference import GROUPABLE_COLUMNS
-from turnlane.spark.parsing import find_source_columns
 from turnlane.spark.steps import LaneStep
 
 EVENT_REF_COLUMNS: Final = frozenset(POSITION_COLUMNS)
@@ -169,13 +169,13 @@ def _needs_only_value(action: ActionSettings) -> bool:
 
 
 def find_columns_for_filters(settings: PipelineSettings) -> AbstractSet[str]:
-    """Return the columns of a queue from which all columns in filters can be computed.
+    """Return the columns to load, from which all columns in filters can be computed.
 
     Only for settings with :func:`find_filter_columns`. The offset itself is no column with few
     values, so it is included if a filter reads it.
     """
     words = find_filter_columns(settings) or frozenset()
-    return find_source_columns(settings.parse, words) | (words & {"queue", "offset"})
+    return find_loaded_columns(settings.parse, words) | (words & {"queue", "offset"})
 
 
 def find_task_columns(action: ActionSettings) -> frozenset[str] | None:

@@ -38,6 +38,8 @@ from pyspark.sql.datasource import (
 from turnlane.client.address import DEFAULT_PORT, NodeUrl
 from turnlane.delivery.settings import Ordering
 from turnlane.errors import ConfigError
+from turnlane.formats.block_parsing import BLOCK_FORMATS
+from turnlane.formats.parse_settings import ParseSettings
 from turnlane.pipeline.settings import MAIN, LaneSettings
 from turnlane.spark.steps import (
     DeliveryPath,
@@ -121,6 +123,22 @@ def merge_path(options: Mapping[str, str], name: str) -> dict[str, str]:
 
 def _parse_json(value: object) -> object:
     return json.loads(value) if isinstance(value, str) else value
+
+
+def _parse_word_or_json(value: object) -> object:
+    return json.loads(value) if isinstance(value, str) and value.startswith("{") else value
+
+
+def _check_block_format(settings: ParseSettings) -> ParseSettings:
+    if settings.format not in BLOCK_FORMATS:
+        known = " and ".join(sorted(BLOCK_FORMATS))
+        raise ValueError(f"the source parses {known}, not {settings.format}: use Spark's functions")
+    return settings
+
+
+BlockParseSettings = Annotated[
+    ParseSettings, BeforeValidator(_parse_word_or_json), AfterValidator(_check_block_format)
+]
 
 
 class Options(BaseModel):
@@ -268,6 +286,11 @@ class ReadOptions(SourceOptions):
     include_headers: bool = Field(
         default=False,
         description="Add a column `headers`.",
+    )
+    parse: BlockParseSettings | None = Field(
+        default=None,
+        description="Add the columns of a format: `syslog`, `otlp`, or JSON with the settings of "
+        "[`parse`](parsing.md).",
     )
     consume: bool = Field(
         default=True,

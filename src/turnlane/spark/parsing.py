@@ -1,66 +1,70 @@
-"""The parse stage: makes columns of the ``value`` of events, in Spark expressions or Arrow batches.
+"""The parse stage: makes columns of the ``value`` of events.
 
 Every format keeps the columns of events, adds its own, and adds ``parse_error``, which is null if
-the event could be parsed. No event is dropped. Syslog is in ``syslog_columns``.
+the event could be parsed. No event is dropped.
+
+Syslog and OTLP are parsed a block at a time (``formats.block_parsing``): by the reader of a queue
+(:func:`load_events`), or in a function that Spark calls, if the events come from elsewhere
+(:func:`parse_events`). JSON and regular expressions are parsed by Spark's expressions.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 import pyarrow as pa
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.pandas.functions import arrow_udf
+from pyspark.sql.pandas.types import from_arrow_type
+from pyspark.sql.streaming.readwriter import DataStreamReader
+from pyspark.sql.types import StructField, StructType
 
-from turnlane.delivery.settings import PRIORITY
 from turnlane.errors import ConfigError
-from turnlane.events import BASE_SCHEMA
+from turnlane.formats.block_parsing import BLOCK_FORMATS, BlockParser, get_parsed_types
 from turnlane.formats.parse_settings import PARSE_ERROR, Format, GroupedPattern, ParseSettings
-from turnlane.spark.syslog_columns import needs_priority_only, parse_syslog
-
-_SOURCE_COLUMNS: Final[dict[Format, AbstractSet[str]]] = {
-    Format.NONE: frozenset(),
-    Format.SYSLOG: frozenset({"value", "severity", "timestamp"}),
-    Format.JSON: frozenset({"value"}),
-    Format.OTLP: frozenset({"value", "headers"}),
-    Format.REGEX: frozenset({"value"}),
-}
-"""The columns of events that each format reads."""
+from turnlane.spark.row_codec import get_read_schema
 
 
-def parse_events(
-    df: DataFrame, settings: ParseSettings, wanted: Collection[str] | None = None
+def load_events(
+    reader: DataStreamReader | DataFrameReader,
+    settings: ParseSettings,
+    wanted: AbstractSet[str] | None = None,
+    more: Sequence[StructField] = (),
 ) -> DataFrame:
+    """Load a queue's events with the columns of their format; with ``wanted``, only those of both.
+
+    The reader is of ``format("turnlane")``; ``more`` are columns that its options ask for.
+    """
+    spark: SparkSession = reader._spark  # noqa: SLF001 - tells it in no other way
+    parse = settings if settings.format in BLOCK_FORMATS else None
+    ddl = get_read_schema(include_headers=True, parse=parse)
+    fields = spark.createDataFrame([], ddl).schema.fields
+    schema = StructType([each for each in fields if wanted is None or each.name in wanted])
+    reader = reader.schema(StructType([*schema.fields, *more]))
+    if parse is None:
+        return parse_events(reader.load(), settings)
+    return reader.option("parse", parse.model_dump_json(exclude_unset=True)).load()
+
+
+def parse_events(df: DataFrame, settings: ParseSettings) -> DataFrame:
     """Return events with the columns of their format; ``df`` may be a stream or a table.
 
-    With ``wanted``, other columns may be left out. Spark would not compute them either, but it
-    plans each batch again, and planning syslog costs more than reading a few thousand messages.
     Raises ``ConfigError`` for errors in the settings that only Spark can find.
     """
     match settings.format:
-        case Format.SYSLOG:
-            return parse_syslog(df, settings, wanted)
+        case Format.SYSLOG | Format.OTLP:
+            return parse_blocks(df, settings)
         case Format.JSON:
             return parse_json(df, settings)
-        case Format.OTLP:
-            return parse_otlp(df)
         case Format.REGEX:
             return parse_regex(df, settings)
         case _:
             return df
-
-
-def find_source_columns(settings: ParseSettings, wanted: AbstractSet[str]) -> AbstractSet[str]:
-    """Return the columns of events from which the ``wanted`` columns are made."""
-    own = wanted & set(BASE_SCHEMA.names)
-    if settings.format is Format.SYSLOG and needs_priority_only(wanted):
-        return own | {"severity", PRIORITY}
-    return own | _SOURCE_COLUMNS[settings.format]
 
 
 # ── JSON: one VARIANT column, `data`, parsed once and read by path ──
@@ -99,27 +103,30 @@ def add_json_data(df: DataFrame) -> DataFrame:
     return listed.withColumn("data", data).drop("_listed")
 
 
-# ── OTLP ──
-# Spark's expressions cannot read protobuf, so the value and one header go to Python, which decodes
-# whole columns.
-
-_TYPES = {"string": "string", "timestamp[us, tz=UTC]": "timestamp"}
+# ── blocks: syslog and OTLP ──
 
 
-def parse_otlp(df: DataFrame) -> DataFrame:
-    """Add the columns of a log record, metric or span, and ``parse_error``."""
-    if "headers" not in df.columns:
-        raise ConfigError("parse", "otlp needs the column `headers`; set includeHeaders to true")
-    from turnlane.formats.otlp_columns import COLUMNS, decode_columns
+def parse_blocks(df: DataFrame, settings: ParseSettings) -> DataFrame:
+    """Add the columns of a format that Spark's expressions do not parse."""
+    types = get_parsed_types(settings.format)
+    parser = BlockParser(settings, types)
+    sources = sorted(parser.source_columns)
+    missing = set(sources) - set(df.columns)
+    if missing:
+        hint = "; set includeHeaders to true" if missing == {"headers"} else ""
+        columns = ", ".join(sorted(missing))
+        raise ConfigError("parse", f"{settings.format} needs the columns {columns}{hint}")
 
-    def decode(values: pa.Array, signals: pa.Array) -> pa.Array:  # type: ignore[type-arg]
-        return decode_columns(values, signals)
+    def parse(*columns: pa.Array) -> pa.Array:  # type: ignore[type-arg]
+        block = pa.RecordBatch.from_arrays(list(columns), names=sources)
+        parsed = parser.parse(block)
+        return pa.StructArray.from_arrays([parsed[name] for name in types], names=list(types))
 
-    kinds = {name: _TYPES.get(str(kind), "map<string,string>") for name, kind in COLUMNS.items()}
-    struct = "struct<" + ", ".join(f"{name}: {kind}" for name, kind in kinds.items()) + ">"
-    decoded: Any = arrow_udf(decode, struct)  # type: ignore[call-overload]
-    found = df.withColumn("_otlp", decoded(F.col("value"), F.col("headers")["signal"]))
-    return found.select(*df.columns, *(F.col(f"_otlp.{name}") for name in COLUMNS))
+    struct = StructType([StructField(name, from_arrow_type(kind)) for name, kind in types.items()])
+    parsed: Any = arrow_udf(parse, struct)  # type: ignore[call-overload]
+    found = df.withColumn("_parsed", parsed(*(F.col(name) for name in sources)))
+    kept = [name for name in df.columns if name not in types]
+    return found.select(*kept, *(F.col(f"_parsed.{name}") for name in types))
 
 
 # ── regular expressions: a column for each named group, all in one pass ──

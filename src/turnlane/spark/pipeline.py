@@ -35,10 +35,10 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter
-from pyspark.sql.types import BinaryType, ShortType, StructType
+from pyspark.sql.types import BinaryType, StructField, StructType
 
 from turnlane.client.node_client import RemoteNode
-from turnlane.delivery.settings import GROUP_OFFSETS, PAYLOAD, PRIORITY, ROUTES
+from turnlane.delivery.settings import GROUP_OFFSETS, PAYLOAD, ROUTES
 from turnlane.errors import QueueExists, RetryLater, TurnlaneError
 from turnlane.logs import get_logger
 from turnlane.outputs.spark import SparkSinkSettings
@@ -87,9 +87,10 @@ from turnlane.spark.options import (
     find_batch_wait,
     to_json,
 )
+from turnlane.spark.parsing import load_events
 from turnlane.spark.queue_reader import QuerySettler
 from turnlane.spark.routing import RouteConditions, add_payload, add_route_bits, add_routes
-from turnlane.spark.row_codec import encode_nulls
+from turnlane.spark.row_codec import encode_nulls, list_read_columns
 from turnlane.spark.session import NO_ARROW_BYTE_LIMIT, override_settings
 from turnlane.spark.sinks import (
     check_sink,
@@ -101,11 +102,10 @@ from turnlane.spark.sinks import (
 from turnlane.spark.steps import LaneStep, list_required_paths
 from turnlane.spark.transforms import (
     apply_action,
+    apply_transform,
     drop_variants,
     get_queue_schema,
     is_deterministic,
-    make_no_events,
-    parse_and_transform,
     restore_from_queue,
     select_queue_columns,
     use_try_casts,
@@ -244,13 +244,18 @@ class Pipeline:
         shape = choose_main_shape(settings, has_random_filters)
         if shape is not LaneShape.ROUTE_ROWS:
             return self._start_copying(reader, run, grouped=shape is LaneShape.COPY_GROUPS)
-        columns = find_filter_columns(settings)
-        events = parse_and_transform(reader.load(), settings, columns)
-        rows = self._route(events)
+        rows = self._route(self._load_main(reader))
         if any(step.output is not None for step in steps):
-            rows = add_payload(rows, "json" if columns is None else "raw")
+            is_raw = find_filter_columns(settings) is not None
+            rows = add_payload(rows, "raw" if is_raw else "json")
         rows = select_queue_columns(rows, settings)
         return self._start_lane_query(rows, MAIN, run, settings.lane, steps)
+
+    def _load_main(self, reader: DataStreamReader | DataFrameReader) -> DataFrame:
+        """Load events of the main queue as actions see them, with the columns that they need."""
+        words = find_filter_columns(self._settings)
+        wanted = None if words is None else words | set(list_read_columns())
+        return apply_transform(load_events(reader, self._settings.parse, wanted), self._settings)
 
     def _route(self, events: DataFrame) -> DataFrame:
         settings = self._settings
@@ -258,15 +263,14 @@ class Pipeline:
 
     def _isolate_in_main(self) -> EventIsolation | None:
         """Return how to find events that the transform or a filter cannot handle."""
-        settings, columns = self._settings, find_filter_columns(self._settings)
+        settings = self._settings
         if not settings.has_code:
             return None
 
         def step(name: str, apply: Callable[[DataFrame], DataFrame]) -> CodeStep:
             def build(events: Events) -> DataFrame:
                 with self._start_lock:
-                    source = self._read_events(MAIN, events).load()
-                    return apply(parse_and_transform(source, settings, columns))
+                    return apply(self._load_main(self._read_events(MAIN, events)))
 
             return CodeStep(name, build)
 
@@ -297,13 +301,12 @@ class Pipeline:
     def _select_route_bits(self, reader: DataStreamReader, *, grouped: bool) -> DataFrame:
         """Return the offsets of events, or of groups of them, with their routes as bits."""
         settings = self._settings
-        columns = sorted(EVENT_REF_COLUMNS) + ([GROUP_OFFSETS] if grouped else [])
-        schema = make_no_events(self._spark).schema
-        schema = schema.add(PRIORITY, ShortType()).add(GROUP_OFFSETS, BinaryType())
-        schema = _select_fields(schema, {*find_columns_for_filters(settings), *columns})
-        source = reader.option("grouped", grouped).schema(schema).load()
-        events = parse_and_transform(source, settings, find_filter_columns(settings))
+        refs = [StructField(GROUP_OFFSETS, BinaryType())] if grouped else []
+        wanted = find_columns_for_filters(settings) | EVENT_REF_COLUMNS
+        reader = reader.option("grouped", grouped)
+        events = load_events(reader, settings.parse, wanted, refs)
         routed = add_route_bits(events, settings.actions, settings.joined_queues)
+        columns = [*sorted(EVENT_REF_COLUMNS), *(each.name for each in refs)]
         return routed.select(*columns, ROUTES)
 
     def _list_queues(self) -> list[str]:

@@ -129,8 +129,9 @@ class QueueScan:
         piece = partition.value
         if not isinstance(piece, NodeRange):
             return  # Spark passes an empty partition if a query has none.
-        builder = RowBuilder(self.arrow_schema, self._options.queue, piece.node)
-        read = self._read_unsettled if self._options.skip_settled else self._read_all
+        options = self._options
+        builder = RowBuilder(self.arrow_schema, options.queue, piece.node, options.parse)
+        read = self._read_unsettled if options.skip_settled else self._read_all
         with freeze_gc_after("read"):
             yield from read(piece, builder)
 

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
+from pyspark.sql.pandas.types import from_arrow_type
 from pyspark.sql.types import ArrayType, MapType, StructType
 
 from turnlane.delivery.settings import (
@@ -33,6 +34,8 @@ from turnlane.delivery.settings import (
 )
 from turnlane.errors import SchemaMismatch
 from turnlane.events import BASE_SCHEMA, Block, cast_base_columns, join_blocks
+from turnlane.formats.block_parsing import BlockParser, get_parsed_types
+from turnlane.formats.parse_settings import ParseSettings
 from turnlane.key_hash import count_earlier_equals
 
 Mask = npt.NDArray[np.bool_]
@@ -42,21 +45,31 @@ QUEUE_COLUMN: Final = "queue"
 
 # ── blocks and rows ──
 
-READ_SCHEMA: Final = (
-    "key string, value binary, timestamp timestamp, severity tinyint, source string, "
-    "queue string, partition int, offset bigint"
-)
-HEADERS: Final = "headers map<string,string>"
+_READ_COLUMNS: Final = {
+    "key": "string",
+    "value": "binary",
+    "timestamp": "timestamp",
+    "severity": "tinyint",
+    "source": "string",
+    "queue": "string",
+    "partition": "int",
+    "offset": "bigint",
+}
+_HEADERS: Final = {"headers": "map<string,string>"}
 
 
-def get_read_schema(*, include_headers: bool) -> str:
-    """Return the columns of an event as DDL."""
-    return f"{READ_SCHEMA}, {HEADERS}" if include_headers else READ_SCHEMA
+def get_read_schema(*, include_headers: bool, parse: ParseSettings | None = None) -> str:
+    """Return the columns of an event as DDL, with those that parsing adds."""
+    columns = _READ_COLUMNS | (_HEADERS if include_headers else {})
+    if parse is not None:
+        parsed = get_parsed_types(parse.format)
+        columns |= {name: from_arrow_type(kind).simpleString() for name, kind in parsed.items()}
+    return ", ".join(f"{name} {kind}" for name, kind in columns.items())
 
 
 def list_read_columns() -> list[str]:
     """Return the names of all columns of an event."""
-    return [field.split()[0] for field in get_read_schema(include_headers=True).split(", ")]
+    return [*_READ_COLUMNS, *_HEADERS]
 
 
 def build_event_schema(names: Iterable[str]) -> pa.Schema:
@@ -70,21 +83,33 @@ def build_event_schema(names: Iterable[str]) -> pa.Schema:
 
 
 class RowBuilder:
-    """Builds rows with a given schema from a queue's blocks."""
+    """Builds rows with a given schema from a queue's blocks; parses values if told so."""
 
-    def __init__(self, schema: pa.Schema, queue: str, node: int) -> None:
+    def __init__(
+        self, schema: pa.Schema, queue: str, node: int, parse: ParseSettings | None = None
+    ) -> None:
         self._schema = schema
         self._queue = queue
         self._node = node
+        self._parser = None if parse is None else BlockParser(parse, schema.names)
 
     @property
     def queue_columns(self) -> frozenset[str]:
-        """The columns of the schema that a queue may store."""
-        return frozenset(self._schema.names) - {"offset", "partition", "queue"}
+        """The columns that are read from the queue."""
+        columns = frozenset(self._schema.names) - {"offset", "partition", "queue"}
+        if self._parser is not None:
+            columns = (columns - self._parser.columns) | self._parser.source_columns
+        return columns
 
     def build(self, block: Block, first: int) -> Block:
         """Return the block with exactly the columns of the schema; missing ones are null."""
-        arrays = [self._build_column(field, block, first) for field in self._schema]
+        parsed = {} if self._parser is None else self._parser.parse(block)
+        arrays = [
+            parsed[field.name].cast(field.type)
+            if field.name in parsed
+            else self._build_column(field, block, first)
+            for field in self._schema
+        ]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
     def _build_column(self, field: pa.Field[Any], block: Block, first: int) -> pa.Array[Any]:

@@ -55,7 +55,8 @@ class TurnlaneSource(DataSource):
         return "turnlane"
 
     def schema(self) -> str:
-        return get_read_schema(include_headers=self._parse_read_options().include_headers)
+        options = self._parse_read_options()
+        return get_read_schema(include_headers=options.include_headers, parse=options.parse)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         options = self._parse_read_options()

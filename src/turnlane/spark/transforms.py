@@ -23,7 +23,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -57,11 +57,9 @@ def make_stream(spark: SparkSession, schema: StructType) -> DataFrame:
 # ── the main lane ──
 
 
-def parse_and_transform(
-    source: DataFrame, settings: PipelineSettings, wanted: Collection[str] | None = None
-) -> DataFrame:
-    """Return events as actions see them; with ``wanted``, other parsed columns may be missing."""
-    return apply_transform(parse_events(source, settings.parse, wanted), settings)
+def parse_and_transform(source: DataFrame, settings: PipelineSettings) -> DataFrame:
+    """Return events as actions see them."""
+    return apply_transform(parse_events(source, settings.parse), settings)
 
 
 def apply_transform(events: DataFrame, settings: PipelineSettings) -> DataFrame:
