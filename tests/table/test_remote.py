@@ -590,7 +590,10 @@ def test_promtool_accepts_the_metrics_of_a_busy_node(serving: Serving) -> None:
         [promtool, "check", "metrics"],
         input=text, capture_output=True, check=False, timeout=60, text=True,
     )  # fmt: skip
-    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+    # This gauge has the name that users know from other queues. promtool's lint wants no gauge that
+    # ends in _total and exits with 3 for a warning; any other line or exit code is a failure.
+    known = 'turnlane_queue_workers_total non-counter metrics should not have "_total" suffix\n'
+    assert (run.returncode, run.stdout, run.stderr) == (3, "", known)
 
 
 def read_values(text: str, metric: str) -> list[float]:
