@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from turnlane.queues.settings import ALL, IN_MEMORY, ON_DISK, STORING, WAITING, Kind, QueueSettings
+from turnlane.queues.settings import ALL, ON_DISK, STORING, WAITING, Kind, QueueSettings
 
 PAGE = Path(__file__).parents[1] / "docs/queues.md"
 BEGIN = "<!-- knobs: written by scripts/knob_table.py -->"
@@ -19,7 +19,6 @@ GROUPS = {
     ALL: "all",
     WAITING: "all but `direct`",
     STORING: "`memory`, `disk`, `disk_assisted`",
-    IN_MEMORY: "`memory`, `disk_assisted`, `proxy`",
     ON_DISK: "`disk`, `disk_assisted`",
     (Kind.DISK_ASSISTED,): "`disk_assisted`",
     (Kind.PROXY,): "`proxy`",

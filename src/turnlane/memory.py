@@ -9,14 +9,17 @@ module must be imported before Arrow, and does not import Arrow itself.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from turnlane.errors import ConfigError
+from turnlane.units import Percentage, compute_share
 
 # The system may still take the free pages, and does so when another process needs them.
 os.environ.setdefault("MIMALLOC_PURGE_DECOMMITS", "0")
@@ -60,12 +63,42 @@ def _find_glibc_function(name: str) -> Callable[..., int] | None:
 
 # ── the limit ────────────────────────────────────────────────────────────────────────────────────
 
+_process_limit: int | Percentage | None = None
+_assumed_limit: ContextVar[int | Percentage | None] = ContextVar("assumed_limit")
+
+
+def set_process_limit(limit: int | Percentage | None) -> None:
+    """Lower the limit of this process: to a size, or to a share of what the system allows it.
+
+    Everything that takes a share of the memory from now on takes it of this limit. Nothing
+    enforces the limit as such. ``None`` is no limit beyond those of the system.
+    """
+    global _process_limit  # noqa: PLW0603 - the process has one limit
+    _process_limit = limit
+
+
+@contextlib.contextmanager
+def assume_process_limit(limit: int | Percentage | None) -> Iterator[None]:
+    """Compute with this limit in the block, to check the settings of another process."""
+    token = _assumed_limit.set(limit)
+    try:
+        yield
+    finally:
+        _assumed_limit.reset(token)
+
 
 def memory_limit(root: Path = Path("/")) -> int:
     """Return the bytes that this process may use: the least of all limits that exist.
 
     ``root`` is the root of the file system that holds ``/proc`` and ``/sys``.
     """
+    found = find_system_limit(root)
+    limit = _assumed_limit.get(_process_limit)
+    return found if limit is None else compute_share(limit, found)
+
+
+def find_system_limit(root: Path = Path("/")) -> int:
+    """Return the bytes that the system lets this process use."""
     found = [
         limit
         for limit in (
@@ -87,6 +120,12 @@ def compute_memory_share(share: float) -> int:
         return int(memory_limit() * share)
     except ConfigError:
         return sys.maxsize
+
+
+def measure_process_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of physical memory that this process uses; 0 if the system does not say."""
+    fields = _text(root / "proc/self/statm").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if fields else 0
 
 
 def cgroup_v2_limit(root: Path) -> int | None:

@@ -17,6 +17,7 @@ from turnlane.errors import AddressTaken, ConfigError, NoSuchQueue
 from turnlane.inputs import api
 from turnlane.inputs.api import Input, InputSettings
 from turnlane.logs import get_logger
+from turnlane.memory import set_process_limit
 from turnlane.node.flight.server import FlightPlane
 from turnlane.node.http import HttpPlane
 from turnlane.node.node import Node
@@ -73,6 +74,7 @@ class Service(Closeable):
         with contextlib.ExitStack() as started:
             authority = check(self.config)
             node = self.config.node
+            set_process_limit(node.memory_limit)
             self.node = started.enter_context(
                 Node(node.data, self.config.knobs(), group=node.group)
             )

@@ -15,7 +15,13 @@ from datetime import time, timedelta
 from decimal import Decimal
 from typing import Annotated, ClassVar, Final, Self
 
-from pydantic import BeforeValidator, GetJsonSchemaHandler, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    PlainValidator,
+    WithJsonSchema,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
@@ -209,8 +215,11 @@ class Percentage(WrittenQuantity):
 
     schema: ClassVar[JsonSchemaValue] = {
         "anyOf": [
-            {"type": "string", "pattern": rf"^{_NUMBER} ?%?$"},
-            {"type": "number", "exclusiveMinimum": 0, "maximum": 100},
+            {
+                "type": "string",
+                "pattern": rf"^(?:{_NUMBER} ?%|(?!0*[01]?(?:\.0+)?$|0+\.){_NUMBER})$",
+            },
+            {"type": "number", "exclusiveMinimum": 1, "maximum": 100},
         ],
         "description": "a percentage, such as 80%",
         "examples": ["80%"],
@@ -224,16 +233,27 @@ class Percentage(WrittenQuantity):
 
     @classmethod
     def parse(cls, value: object) -> Self:
-        """Return a percentage from ``80%``, or from a plain number."""
+        """Return a percentage from ``80%``, or from a plain number above 1.
+
+        A plain number up to 1, such as 0.1, is refused: it may be meant as a ratio, 10%.
+        """
         if isinstance(value, cls):
             return value
+        has_sign = False
         if isinstance(value, str):
-            match = re.fullmatch(rf"({_NUMBER}) ?%?", value.strip())
+            match = re.fullmatch(rf"({_NUMBER}) ?(%?)", value.strip())
             number = float(match[1]) if match else None
+            has_sign = match is not None and bool(match[2])
         else:
             number = _plain_number(value)
         if number is None or not 0 < number <= 100:
             raise ValueError(f"{value!r} is not a percentage; {_PERCENTAGE_HELP}")
+        if number <= 1 and not has_sign:
+            exact = Decimal(repr(number))
+            raise ValueError(
+                f"{value!r} is not a percentage; write {_digits(exact * 100)}% if it is a ratio, "
+                f"or {_digits(exact)}%, with a percent sign, such as 80%"
+            )
         return cls(number)
 
     def of(self, total: int) -> int:
@@ -242,6 +262,47 @@ class Percentage(WrittenQuantity):
 
     def __str__(self) -> str:
         return f"{_digits(Decimal(repr(self.value)))}%"
+
+
+def parse_size_or_share(value: object) -> int | Percentage:
+    """Return bytes from ``2Gi``, or a percentage from ``80%``."""
+    if isinstance(value, Percentage):
+        return value
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return Percentage.parse(value)
+    size = _bytes(value)
+    if size is None or size != int(size) or not MIN_SHARED_SIZE <= size <= MAX_SIZE:
+        raise ValueError(
+            f"{value!r} is neither a percentage, such as 80%, nor a size of at least "
+            f"{format_size(MIN_SHARED_SIZE)}, such as 2Gi; write the percent sign or the unit"
+        )
+    return int(size)
+
+
+def compute_share(limit: int | Percentage, total: int) -> int:
+    """Return a size, at most ``total``, or a percentage of ``total``."""
+    return limit.of(total) if isinstance(limit, Percentage) else min(limit, total)
+
+
+MIN_SHARED_SIZE: Final = 2**20
+"""A smaller limit of memory is a number whose unit was forgotten: 80, or 0.8."""
+
+SizeOrShare = Annotated[
+    int | Percentage,
+    PlainValidator(parse_size_or_share),
+    PlainSerializer(lambda limit: limit if isinstance(limit, int) else str(limit)),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": MIN_SHARED_SIZE},
+                {"type": "string", "pattern": rf"^(?:{_NUMBER} ?%|{_SIZE})$"},
+            ],
+            "description": "a size, such as 2Gi, or a percentage, such as 80%",
+            "examples": ["80%", "2Gi"],
+        }
+    ),
+]
+"""Bytes, or a percentage of a total that is known later: ``2Gi`` or ``80%``."""
 
 
 @dataclass(frozen=True, slots=True)

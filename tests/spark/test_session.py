@@ -60,6 +60,21 @@ print(*jvm.java.lang.management.ManagementFactory.getRuntimeMXBean().getInputArg
     assert {"-Dmine=1", "-Dturnlane.log.level=error"} <= set(given)
 
 
+def test_heap_of_the_driver_is_a_share_of_the_memory(tmp_path: Path) -> None:
+    program = """
+from turnlane.memory import find_system_limit
+from turnlane.cli.spark_session import start_session
+from turnlane.pipeline.settings import SparkSettings
+settings = SparkSettings(master="local[1]", driver_memory="7%")
+jvm = start_session(settings)._jvm
+arguments = jvm.java.lang.management.ManagementFactory.getRuntimeMXBean().getInputArguments()
+print(f"-Xmx{find_system_limit() * 7 // 100 >> 20}m" in arguments)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.split() == ["True"]
+
+
 def test_overridden_settings_apply_only_in_the_body(spark: SparkSession) -> None:
     unset, known = "spark.sql.test.unset", "spark.sql.shuffle.partitions"
     before = spark.conf.get(known)

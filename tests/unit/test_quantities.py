@@ -17,11 +17,14 @@ from turnlane.units import (
     Duration,
     Percentage,
     Size,
+    SizeOrShare,
     TimeWindow,
+    compute_share,
     format_duration,
     format_size,
     parse_duration,
     parse_size,
+    parse_size_or_share,
 )
 
 
@@ -191,7 +194,8 @@ def test_percentages_are_parsed(written: object, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "written", ["", "%", "0%", "101%", "-3%", "half", "8 0%", 0, 101, True, None, float("nan")]
+    "written",
+    ["", "%", "0%", "101%", "-3%", "half", "8 0%", 0, 101, True, None, float("nan"), 0.1, "0.1", 1],
 )
 def test_invalid_percentages_are_refused(written: object) -> None:
     with pytest.raises(ValueError, match=r"is not a percentage; .* such as 80%"):
@@ -211,6 +215,19 @@ def test_percentage_of_a_total_is_exact_and_rounded_down(
     percentage: float, total: int, part: int
 ) -> None:
     assert Percentage(percentage).of(total) == part
+
+
+@pytest.mark.parametrize(
+    ("written", "share"), [("80%", 800 * 2**20), ("100Mi", 100 * 2**20), ("2Gi", 1000 * 2**20)]
+)
+def test_size_or_share_is_at_most_the_total(written: str, share: int) -> None:
+    assert compute_share(parse_size_or_share(written), 1000 * 2**20) == share
+
+
+@pytest.mark.parametrize("written", ["", "101%", 0.8, "0.8", 80, "80", True, None, "-1Gi"])
+def test_size_or_share_without_unit_is_refused(written: object) -> None:
+    with pytest.raises(ValueError, match="such as 80%"):
+        parse_size_or_share(written)
 
 
 @given(st.floats(min_value=0, max_value=100, exclude_min=True))
@@ -322,7 +339,8 @@ def test_model_refuses_a_wrong_value_with_an_example(knob: str) -> None:
     [
         (Duration, ["30s", "1h30m", "1.5h", "45"], ["", "5 parsecs", "30m1h"]),
         (Size, ["512Mi", "10MB", "7"], ["", "10m", "lots"]),
-        (Percentage, ["80%", "0.5%"], ["", "half"]),
+        (Percentage, ["80%", "0.5%", "1%", "25", "1.5"], ["", "half", "0.5", "1", "1.0", "01"]),
+        (SizeOrShare, ["80%", "0.5%", "2Gi"], ["", "half"]),
         (TimeWindow, ["22:00-06:00"], ["", "22:00"]),
     ],
 )

@@ -26,8 +26,9 @@ KNOBS: dict[str, tuple[list[tuple[Any, Any]], list[Any]]] = {
     "name": ([("orders", "orders"), ("a.b-c_9", "a.b-c_9")], ["", "a b", "a/b", "..", "x" * 129]),
     "path": ([("/x", Path("/x")), (Path("y"), Path("y"))], [3, ["/x"]]),
     "size": ([(1, 1), ("100_000", 100_000), (10.0, 10)], [0, -1, 1.5, "many", True]),
+    "target_utilization": ([("60%", Percentage(60)), (60, Percentage(60))], ["0%", 0.6, "1", "x"]),
     "max_bytes": ([("1Gi", 2**30), (4096, 4096)], [0, "1parsec", -1, True]),
-    "memory_percent": ([("5%", Percentage(5)), (5, Percentage(5))], ["0%", "101%", "some"]),
+    "memory_percent": ([("5%", Percentage(5)), (5, Percentage(5))], ["0%", "101%", "some", 0.1]),
     "max_event_bytes": ([("1Mi", MEBI)], [0, "big", -1]),
     "full_behavior": ([("drop_oldest", FullBehavior.DROP_OLDEST)], ["explode", 1, True]),
     "full_timeout": ([("2s", 2.0), (0, 0.0)], ["soon", -1, True]),
@@ -155,6 +156,45 @@ def test_memory_percent_sets_max_bytes() -> None:
     assert QueueSettings.of(memory_percent="10%").max_bytes == memory_limit() // 10
 
 
+def test_memory_percent_of_a_disk_queue_sets_the_part_in_memory() -> None:
+    settings = QueueSettings.of(kind="disk", path="/orders", memory_percent="1%", max_bytes="1Gi")
+    assert settings.memory_bytes == memory_limit() // 100
+    assert settings.max_bytes == 2**30
+
+
+@pytest.mark.parametrize("written", [0.10, "0.10", 1, "1"])
+def test_memory_percent_that_may_be_a_ratio_is_refused_with_both_readings(written: Any) -> None:
+    ratio, percentage = ("10%", "0.1%") if str(written).startswith("0") else ("100%", "1%")
+    message = str(refused(memory_percent=written))
+    assert f"write {ratio} if it is a ratio, or {percentage}, with a percent sign" in message
+
+
+def test_size_auto_has_a_target_and_no_other_limits_until_the_queue_is_opened() -> None:
+    settings = QueueSettings.of(size="auto")
+    assert settings.target_utilization == Percentage(85)
+    assert (settings.size, settings.max_bytes) == (None, None)
+    assert QueueSettings.of(size="auto", target_utilization="40%").target_utilization == (
+        Percentage(40)
+    )
+    assert settings.replace(workers=2).target_utilization == Percentage(85)
+
+
+@pytest.mark.parametrize("kind", [Kind.MEMORY, *ON_DISK])
+def test_size_auto_takes_its_limits_from_the_available_bytes(kind: Kind) -> None:
+    path = {"path": "/orders"} if kind in ON_DISK else {}
+    declared = QueueSettings.of(kind=kind, size="auto", target_utilization="50%", **path)
+    settings = declared.with_bounds(640 * MEBI)
+    assert (settings.max_bytes, settings.size) == (320 * MEBI, 5 * MEBI)
+    assert settings.marks.light_delay == 5 * MEBI * 7 // 10
+    assert settings.worker_minimum_events == declared.worker_minimum_events == 1024
+    assert declared.with_bounds(0).max_bytes == MEBI
+
+
+def test_size_auto_leaves_room_for_the_largest_event() -> None:
+    declared = QueueSettings.of(size="auto", max_event_bytes="8Mi")
+    assert declared.with_bounds(MEBI).max_bytes == 8 * MEBI
+
+
 def test_default_of_max_event_bytes_is_at_most_the_smaller_bounds() -> None:
     assert QueueSettings.of(max_bytes="1Mi").max_event_bytes == MEBI
     assert QueueSettings.of(kind="proxy", resend_bytes="2Mi").max_event_bytes == 2 * MEBI
@@ -257,6 +297,14 @@ def test_default_marks_fit_into_any_size(size: int) -> None:
         ("path", {"kind": "memory", "path": "/orders"}),
         ("size", {"kind": "proxy", "size": 10}),
         ("memory_percent", {"memory_percent": "5%", "max_bytes": "1Gi"}),
+        ("memory_percent", {"memory_percent": "5%", "size": "auto"}),
+        (
+            "memory_percent",
+            {"kind": "disk", "path": "/x", "memory_percent": "5%", "memory_bytes": 1},
+        ),
+        ("target_utilization", {"target_utilization": "50%", "size": 10}),
+        ("target_utilization", {"size": "auto", "max_bytes": "1Mi"}),
+        ("target_utilization", {"kind": "proxy", "size": "auto"}),
         ("max_event_bytes", {"max_event_bytes": "2Mi", "max_bytes": "1Mi"}),
         ("max_event_bytes", {"kind": "proxy", "max_event_bytes": "2Mi", "resend_bytes": "1Mi"}),
         ("full_timeout", {"full_timeout": "1s", "full_behavior": "drop_newest"}),
@@ -295,11 +343,13 @@ def test_contradiction_is_refused_by_name(knob: str, knobs: dict[str, Any]) -> N
         ("low_watermark", {"low_watermark": "80%", "high_watermark": "70%"}),
         ("low_watermark", {"low_watermark": "95%"}),
         ("low_watermark", {"low_watermark": 1001}),
+        ("low_watermark", {"size": "auto", "low_watermark": "80%", "high_watermark": "70%"}),
         ("high_watermark", {"high_watermark": 1001}),
     ],
 )
 def test_watermarks_out_of_order_are_refused_by_name(knob: str, knobs: dict[str, Any]) -> None:
-    assert refused(kind="disk_assisted", path="/orders", size=1000, **knobs).knob == knob
+    error = refused(**{"kind": "disk_assisted", "path": "/orders", "size": 1000, **knobs})
+    assert error.knob == knob
 
 
 # Errors

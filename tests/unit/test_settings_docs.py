@@ -13,6 +13,7 @@ from turnlane.queues.settings import ON_DISK, Kind, QueueSettings
 COMPANIONS: dict[str, dict[str, Any]] = {
     "discard_mark": {"discard_severity": 5},
     "discard_severity": {"discard_mark": 1000},
+    "target_utilization": {"size": "auto"},
 }
 
 

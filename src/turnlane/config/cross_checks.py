@@ -23,6 +23,7 @@ from turnlane.pipeline.settings import DEAD_LETTERS, DISCARD, EVENTS_VIEW, FAILO
 from turnlane.queues.settings import ON_DISK, Kind
 from turnlane.serving.address import LOOPBACK, Address
 from turnlane.serving.auth import Right
+from turnlane.units import Percentage
 from turnlane.validation import ConfigIssue, suggest
 
 Values = dict[str, Any]
@@ -52,6 +53,35 @@ def find_warnings(config: Config) -> Iterator[ConfigError]:
                 "lost, though they are settled in the main queue; use disk to keep them"
             )
             yield config.locate(ConfigError(f"actions[{at}].queue", message))
+    yield from map(config.locate, _find_memory_warnings(config))
+
+
+def _find_memory_warnings(config: Config) -> Iterator[ConfigError]:
+    """Return shares of memory that are too much together."""
+    queues = {f"queues.{name}": queue for name, queue in config.queues.items()}
+    queues |= {} if config.main is None else {"main": config.main}
+    for at, action in enumerate(config.actions):
+        queues |= {} if action.queue is None else {f"actions[{at}].queue": action.queue}
+    shares = {
+        path: queue.target_utilization.value
+        for path, queue in queues.items()
+        if queue.target_utilization is not None and queue.kind is not Kind.DISK
+    }
+    if sum(shares.values()) > 100:
+        message = (
+            f"the queues in memory with size: auto may use {sum(shares.values()):g}% of the "
+            "available memory together; lower their target_utilization"
+        )
+        yield ConfigError(f"{list(shares)[-1]}.size", message)
+    node, driver = config.node.memory_limit, config.spark.driver_memory
+    if isinstance(node, Percentage) and isinstance(driver, Percentage):
+        both = node.value + driver.value
+        if both > 100:
+            message = (
+                f"this and node.memory_limit are {both:g}% of the memory together, and Spark's "
+                "Python processes need some, too; lower one of them"
+            )
+            yield ConfigError("spark.driver_memory", message)
 
 
 def find_missing_drivers(config: Config) -> Iterator[ConfigIssue]:

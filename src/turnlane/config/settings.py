@@ -16,6 +16,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     Field,
+    ModelWrapValidatorHandler,
     PlainValidator,
     PrivateAttr,
     SerializeAsAny,
@@ -32,6 +33,7 @@ from turnlane.errors import ConfigError, RetryLater
 from turnlane.formats.parse_settings import ParseSettings
 from turnlane.inputs import api as api_inputs
 from turnlane.inputs.api import InputSettings
+from turnlane.memory import assume_process_limit
 from turnlane.node.flight.messages import FlightLimits
 from turnlane.node.tables import ServedTableSettings
 from turnlane.outputs import api
@@ -51,7 +53,7 @@ from turnlane.runtime import read_secret
 from turnlane.serving.address import Address, check_exposure
 from turnlane.serving.auth import TlsSettings, TokenSettings
 from turnlane.serving.http_server import WebSettings
-from turnlane.units import Duration, Size
+from turnlane.units import Duration, Size, SizeOrShare, parse_size_or_share
 from turnlane.validation import (
     ConfigIssue,
     ConfigIssues,
@@ -222,6 +224,13 @@ class NodeSettings(SettingsModel):
         "node may.",
         examples=["backup"],
     )
+    memory_limit: SizeOrShare | None = Field(
+        default=None,
+        description="How much memory the process of the node may use: a percentage of the limit of "
+        "its container or machine, or a size. All shares of memory are shares of it: "
+        "`memory_percent` and `size: auto` of queues, and the defaults of `max_memory`.",
+        examples=["80%"],
+    )
     flight: FlightSettings = Field(
         default_factory=FlightSettings, description="The Arrow Flight plane."
     )
@@ -318,6 +327,19 @@ class Config(SettingsModel):
     tests: tuple[Case, ...] = Field((), description="Cases for `turnlane test`.")
 
     _document: Document | None = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _assume_memory_limit(cls, data: object, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Compute shares of memory as the node will, whose limit may be lower."""
+        node = data.get("node") if isinstance(data, dict) else None
+        written = node.get("memory_limit") if isinstance(node, dict) else None
+        try:
+            limit = None if written is None else parse_size_or_share(written)
+        except ValueError:
+            limit = None  # the setting itself is refused below
+        with assume_process_limit(limit):
+            return validate(data)
 
     @model_validator(mode="before")
     @classmethod

@@ -25,6 +25,7 @@ from turnlane.delivery.destination import DestinationStatus
 from turnlane.errors import TurnlaneError
 from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
+from turnlane.memory import compute_memory_share
 from turnlane.node.breakers import ActionBreaker, Breakers, TaskActivity
 from turnlane.node.node import Node
 from turnlane.node.tables import Tables
@@ -271,6 +272,10 @@ _QUEUE_COUNTERS: Final[MetricTable[Stats]] = {
 }
 
 _NODE_GAUGES: Final[MetricTable[Node]] = {
+    "memory_limit_bytes": (
+        "Bytes that the process may use, by node.memory_limit or by the system.",
+        lambda _: compute_memory_share(1.0),
+    ),
     "leases_active": ("Batches that remote consumers hold.", lambda n: len(n.leases)),
     "dead_letters_waiting": (
         "Dead letters in memory, because their queue is full.",

@@ -37,7 +37,7 @@ from turnlane.errors import (
 )
 from turnlane.events import BASE_SCHEMA
 from turnlane.logs import get_logger
-from turnlane.memory import release_free_memory
+from turnlane.memory import compute_memory_share, measure_process_memory, release_free_memory
 from turnlane.node.breakers import Breakers
 from turnlane.node.commits import Commits
 from turnlane.node.event_refs import CopyByReference, CopyByValue, QueueCopy, can_stage_references
@@ -240,6 +240,7 @@ class Housekeeping(Closeable):
         self._clock = clock
         self._drained_at = clock.monotonic()
         self._tidied_at = 0
+        self._is_above_limit = False
         self._thread = PeriodicThread("turnlane-housekeeping", self._try_to_tidy, INTERVAL)
 
     def close(self) -> None:
@@ -259,6 +260,8 @@ class Housekeeping(Closeable):
         if self._clock.monotonic() - self._drained_at >= DRAIN_SECONDS:
             self._drained_at = self._clock.monotonic()
             self._drain()
+            for queue in self._queues():
+                queue.update_bounds()
         gone = self._staging.discard_older(STAGE_SECONDS)
         if gone:
             log.warning("staging.stages_expired", stages=gone, hint="no task committed them")
@@ -268,6 +271,20 @@ class Housekeeping(Closeable):
         if moved != self._tidied_at:
             self._tidied_at = moved
             release_free_memory()
+            self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Log when the process passes its memory limit, each time."""
+        used, limit = measure_process_memory(), compute_memory_share(1.0)
+        if used > limit and not self._is_above_limit:
+            log.warning(
+                "node.memory_above_limit",
+                used=used,
+                limit=limit,
+                hint="the limit is node.memory_limit, or that of the system: lower the limits of "
+                "the queues, or node.flight.max_memory and node.http.max_memory",
+            )
+        self._is_above_limit = used > limit
 
 
 class Node(Closeable):

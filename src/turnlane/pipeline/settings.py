@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.queues.settings import Kind, Name, QueueSettings
-from turnlane.units import Duration
-from turnlane.validation import SettingsModel
+from turnlane.units import Duration, SizeOrShare
+from turnlane.validation import ConfigIssue, ContradictorySettings, SettingsModel
 
 MAIN: Final = "main"
 """The name of the main queue and of the main lane."""
@@ -30,6 +30,8 @@ DISCARD: Final = "discard"
 """The output type that ends the routing of an event."""
 SPARK: Final = "spark"
 """The output type whose data Spark itself writes."""
+DRIVER_MEMORY: Final = "spark.driver.memory"
+"""Spark's own setting for the heap of the driver."""
 
 _FUNCTION: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -55,11 +57,25 @@ class SparkSettings(SettingsModel):
     conf: dict[str, str] = Field(
         default={}, repr=False, description="Settings of Spark itself, by name."
     )
+    driver_memory: SizeOrShare | None = Field(
+        default=None,
+        description="The heap of Spark's Java process here, the driver: a percentage of the memory "
+        "that the container or machine allows, or a size. Not together with "
+        "`spark.driver.memory` in `conf`. Default: Spark's own, 1 GiB.",
+        examples=["25%"],
+    )
     checkpoints: Path | None = Field(
         default=None,
         description="The directory in which stateful lanes keep their state. On a cluster, every "
         "machine must reach it by the same path. Default: below the node's data.",
     )
+
+    @model_validator(mode="after")
+    def _check_driver_memory(self) -> Self:
+        if self.driver_memory is not None and DRIVER_MEMORY in self.conf:
+            message = f"contradicts {DRIVER_MEMORY} in conf; set one of them"
+            raise ContradictorySettings([ConfigIssue("driver_memory", message)])
+        return self
 
     @field_validator("checkpoints", mode="before")
     @classmethod

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
-from turnlane.errors import ConfigError
+from turnlane.errors import ConfigError, DirectoryUnusable
+from turnlane.memory import measure_process_memory, memory_limit
 from turnlane.queues.api import Consumer, Queue, Transport
 from turnlane.queues.settings import Kind, QueueSettings
 from turnlane.storage.disk_io import Disk
@@ -66,7 +69,9 @@ def open_buffered_queue(
     """Open a queue of the ``memory``, ``disk`` or ``disk_assisted`` kind."""
     from turnlane.queues.buffered import BufferedQueue
 
-    settings = _complete(settings, knobs)
+    declared = _complete(settings, knobs)
+    measure = partial(measure_available, declared, disk or Disk())
+    settings = declared if declared.target_utilization is None else declared.with_bounds(measure())
     storage: Storage
     match settings.kind:
         case Kind.MEMORY:
@@ -83,7 +88,28 @@ def open_buffered_queue(
             storage = SpillStorage(settings, disk)
         case _:
             raise ConfigError("kind", f"a {settings.kind} queue needs open_queue()")
-    return BufferedQueue(settings, storage, clock=clock)
+    return BufferedQueue(settings, storage, clock=clock, declared=declared, measure=measure)
+
+
+def measure_available(settings: QueueSettings, disk: Disk) -> int:
+    """Return the bytes that a queue has or could have: of disk space for ``disk``, else of memory.
+
+    Raises ``DirectoryUnusable`` if the disk cannot be measured.
+    """
+    if settings.kind is not Kind.DISK:
+        return max(0, memory_limit() - measure_process_memory())
+    assert settings.path is not None, "the settings of a disk queue have a path"
+    try:
+        existing = next(
+            path for path in (settings.path, *settings.path.absolute().parents) if path.exists()
+        )
+        held = 0
+        for file in settings.path.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # the queue removes chunks at any time
+                held += file.stat().st_blocks * 512
+        return disk.free_bytes(existing) + held
+    except OSError as error:
+        raise DirectoryUnusable(f"{settings.path}: {error.strerror or error}") from error
 
 
 def _complete(settings: QueueSettings | None, knobs: dict[str, Any]) -> QueueSettings:

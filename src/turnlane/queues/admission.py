@@ -127,12 +127,9 @@ class Admission:
         evict: Callable[[int], bool],
         on_full: Callable[[], bool],
     ) -> None:
-        self._settings = settings
         self._lock = lock
         self._evict = evict
         self._on_full = on_full
-        self.max_events = UNBOUNDED if settings.size is None else settings.size
-        self.max_bytes = UNBOUNDED if settings.max_bytes is None else settings.max_bytes
         self.events = 0
         self.bytes = 0
         self.line: deque[WaitingPublisher] = deque()
@@ -144,6 +141,18 @@ class Admission:
         self.failure: Exception | None = None
         """The error that the queue failed with."""
         self._seen = 0
+        self._delayed: dict[FlowControl, deque[threading.Condition]]
+        self._delayed = {flow: deque() for flow in FlowControl}
+        """The publishers that flow control slows down, first come first."""
+        self.limits = {flow: FastPathLimits(-1, -1) for flow in FlowControl}
+        """By the flow control of a publisher."""
+        self.set_bounds(settings)
+
+    def set_bounds(self, settings: QueueSettings) -> None:
+        """Use the bounds and marks of these settings, and let publishers in that fit now."""
+        self._settings = settings
+        self.max_events = UNBOUNDED if settings.size is None else settings.size
+        self.max_bytes = UNBOUNDED if settings.max_bytes is None else settings.max_bytes
         marks = settings.marks
         self._discard_level = self.level_of(marks.discard)
         self._delay_levels = {
@@ -151,11 +160,10 @@ class Admission:
             FlowControl.LIGHT: self.level_of(marks.light_delay),
             FlowControl.FULL: self.level_of(marks.full_delay),
         }
-        self._delayed: dict[FlowControl, deque[threading.Condition]]
-        self._delayed = {flow: deque() for flow in FlowControl}
-        """The publishers that flow control slows down, first come first."""
-        self.limits = {flow: self._make_limits(flow) for flow in FlowControl}
-        """By the flow control of a publisher."""
+        for flow, limits in self.limits.items():
+            limits.events, limits.usual_bytes = self._find_limits(flow)
+        self._admit_waiting()
+        self.wake_delayed()
 
     @property
     def blocks(self) -> bool:
@@ -171,9 +179,9 @@ class Admission:
 
     # The fast path
 
-    def _make_limits(self, flow: FlowControl) -> FastPathLimits:
+    def _find_limits(self, flow: FlowControl) -> tuple[int, int]:
         if self._settings.sampling_interval > 1:
-            return FastPathLimits(-1, -1)
+            return -1, -1
         levels = [
             FillLevel(self.max_events, self.max_bytes),
             self._discard_level,
@@ -181,9 +189,7 @@ class Admission:
             self.level_of(self._settings.marks.high),
         ]
         known = [level for level in levels if level is not None]
-        return FastPathLimits(
-            min(level.events for level in known), min(level.bytes for level in known)
-        )
+        return min(level.events for level in known), min(level.bytes for level in known)
 
     def _update_limits(self) -> None:
         closer_look = self.is_closed or self.is_held or self.blocked

@@ -95,9 +95,21 @@ class BufferedQueue(Queue):
     """A queue that holds events between publish and get. Made by ``open_queue``."""
 
     def __init__(
-        self, settings: QueueSettings, storage: Storage, *, clock: Clock = SYSTEM_CLOCK
+        self,
+        settings: QueueSettings,
+        storage: Storage,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        declared: QueueSettings | None = None,
+        measure: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.settings = settings
+        """Start the queue. ``settings`` has numbers for all limits.
+
+        ``declared`` are the settings with ``size: auto`` in place of these numbers, if they differ;
+        ``measure`` returns the available bytes that the numbers follow from.
+        """
+        self.settings = declared or settings
+        self._measure = measure
         self._storage = storage
         self._state = QueueState(settings, storage, clock)
         self._consumer = ConsumerSide(self._state, clock)
@@ -220,6 +232,16 @@ class BufferedQueue(Queue):
         return self._storage.describe(stats)
 
     # ── limits and condition ────────────────────────────────────────────────────────────────────
+
+    def update_bounds(self) -> None:
+        """Compute the limits of a ``disk`` queue with ``size: auto`` again; others keep theirs.
+
+        Raises ``DirectoryUnusable`` if the disk cannot be measured.
+        """
+        if self.settings.target_utilization is not None and self.settings.kind is Kind.DISK:
+            settings = self.settings.with_bounds(self._measure())
+            with self._state.lock:
+                self._state.admission.set_bounds(settings)
 
     @property
     def time_ns(self) -> Callable[[], int]:

@@ -48,8 +48,15 @@ class Kind(enum.StrEnum):
 ALL: Final = tuple(Kind)
 WAITING: Final = (Kind.MEMORY, Kind.DISK, Kind.DISK_ASSISTED, Kind.PROXY)
 STORING: Final = (Kind.MEMORY, Kind.DISK, Kind.DISK_ASSISTED)
-IN_MEMORY: Final = (Kind.MEMORY, Kind.DISK_ASSISTED, Kind.PROXY)
 ON_DISK: Final = (Kind.DISK, Kind.DISK_ASSISTED)
+
+AUTO: Final = "auto"
+"""The ``size`` whose limits are computed when the queue is opened."""
+TARGET_UTILIZATION: Final = "85%"
+LEAST_AUTO_BYTES: Final = 2**20
+"""The least limit that ``size: auto`` gives, however little is available."""
+LEAST_EVENT_BYTES: Final = 64
+"""The limit in events that ``size: auto`` gives: one event for this many bytes."""
 
 
 class Compression(enum.StrEnum):
@@ -74,6 +81,9 @@ def _check_name(value: str) -> str:
 
 
 Count = Annotated[int, BeforeValidator(_refuse_bool)]
+EventBound = Annotated[
+    Count, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": AUTO}]})
+]
 Rate = Annotated[float, BeforeValidator(_refuse_bool)]
 Name = Annotated[str, AfterValidator(_check_name)]
 DiskDurability = Literal[Durability.ALWAYS, Durability.INTERVAL, Durability.NEVER]
@@ -180,13 +190,22 @@ class QueueSettings(BaseModel):
     )
 
     # bounds
-    size: Count | None = knob(
+    size: EventBound | None = knob(
         None,
         STORING,
-        "The most events the queue holds; for `disk_assisted`, in memory.",
+        "The most events the queue holds; for `disk_assisted`, in memory. `auto`: all limits "
+        "follow from `target_utilization`.",
         example=100_000,
         shown="50000; `disk`: no bound",
         ge=1,
+    )
+    target_utilization: Percentage | None = knob(
+        None,
+        STORING,
+        "With `size: auto`: how much of the available memory the queue may use; for `disk`, how "
+        "much of the available disk space.",
+        example="60%",
+        shown="85% with `size: auto`",
     )
     max_bytes: Size | None = knob(
         None,
@@ -198,9 +217,9 @@ class QueueSettings(BaseModel):
     )
     memory_percent: Percentage | None = knob(
         None,
-        IN_MEMORY,
-        "`max_bytes` as a percentage of the memory that the process or its container may use. "
-        "Not together with `max_bytes`.",
+        WAITING,
+        "`max_bytes`, for `disk` `memory_bytes`, as a percentage of the memory that the process or "
+        "its container may use. Not together with that knob.",
         example="10%",
         shown="off",
     )
@@ -443,6 +462,23 @@ class QueueSettings(BaseModel):
         """The most workers of a pool, with a number for 0."""
         return self.workers or 2 * count_cores()
 
+    def with_bounds(self, available: int) -> QueueSettings:
+        """Return settings with numbers for ``size: auto``, if it was set.
+
+        ``available`` is the memory, or for ``disk`` the disk space, that the queue has or could
+        have.
+        """
+        if self.target_utilization is None:
+            return self
+        largest = self.max_event_bytes if "max_event_bytes" in self.explicit else LEAST_AUTO_BYTES
+        most = max(self.target_utilization.of(available), largest, LEAST_AUTO_BYTES)
+        return self.replace(
+            target_utilization=None,
+            max_bytes=most,
+            size=most // LEAST_EVENT_BYTES,
+            worker_minimum_events=self.worker_minimum_events,
+        )
+
     @property
     def explicit(self) -> frozenset[str]:
         """The knobs that were given a value."""
@@ -456,9 +492,15 @@ class QueueSettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, knobs: object) -> object:
-        """Treat ``null`` like a missing knob; but ``null`` switches a delay mark off."""
+        """Treat ``null`` like a missing knob; but ``null`` switches a delay mark off.
+
+        ``size: auto`` becomes a target, which stands for it from then on.
+        """
         if not isinstance(knobs, dict):
             return knobs
+        if knobs.get("size") == AUTO:
+            target = knobs.get("target_utilization") or TARGET_UTILIZATION
+            knobs = {**knobs, "size": None, "target_utilization": target}
         left_out = cls.model_fields.keys() - {"full_delay_mark", "light_delay_mark"}
         return {
             knob: value
@@ -495,7 +537,7 @@ class Marks:
     @classmethod
     def from_settings(cls, settings: QueueSettings) -> Self:
         """Return the marks of a queue with these settings."""
-        size = settings.size
+        size = _get_mark_base(settings)
 
         def at_least_one(mark: int | Percentage | None) -> int | None:
             events = None if mark is None else to_events(mark, size)
@@ -555,8 +597,25 @@ def _find_misplaced(settings: QueueSettings) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             "path", f"is required for a {kind} queue, such as /var/lib/turnlane/orders"
         )
-    if settings.memory_percent is not None and settings.max_bytes is not None:
-        yield ConfigIssue("memory_percent", "contradicts max_bytes; set one of them")
+    bound = _get_memory_bound(kind)
+    if settings.memory_percent is not None and bound in settings.explicit:
+        yield ConfigIssue("memory_percent", f"contradicts {bound}; set one of them")
+    if settings.target_utilization is not None:
+        for setting in sorted({"size", "max_bytes"} & settings.explicit):
+            message = f"contradicts {setting}; remove one of them, or set size: {AUTO}"
+            yield ConfigIssue("target_utilization", message)
+        if settings.memory_percent is not None and bound == "max_bytes":
+            yield ConfigIssue("memory_percent", f"contradicts size: {AUTO}; set one of them")
+
+
+def _get_memory_bound(kind: Kind) -> str:
+    """Return the knob that bounds the memory of a queue."""
+    return "memory_bytes" if kind is Kind.DISK else "max_bytes"
+
+
+def _get_mark_base(settings: QueueSettings) -> int | None:
+    """Return the events of which marks are percentages; for ``size: auto`` one that is likely."""
+    return settings.size if settings.target_utilization is None else 10**6
 
 
 def _compute_defaults(settings: QueueSettings) -> None:
@@ -570,9 +629,11 @@ def _compute_defaults(settings: QueueSettings) -> None:
 
     is_proxy, percent = kind is Kind.PROXY, settings.memory_percent
     batches = settings.batches * settings.batch_size
-    set_default("size", batches if is_proxy else SIZES.get(kind))
-    max_bytes = None if percent is None else max(1, percent.of(memory_limit()))
-    set_default("max_bytes", max_bytes or MAX_BYTES.get(kind))
+    if settings.target_utilization is None:
+        set_default("size", batches if is_proxy else SIZES.get(kind))
+        set_default("max_bytes", MAX_BYTES.get(kind))
+    if percent is not None:
+        set_default(_get_memory_bound(kind), max(1, percent.of(memory_limit())))
     if is_proxy:  # it takes its batches itself, to send them
         set_default("dequeue_batch_size", settings.batch_size)
     size = settings.size
@@ -636,10 +697,10 @@ def _find_wrong_marks(settings: QueueSettings) -> Iterator[ConfigIssue]:
 
 def _check_mark(settings: QueueSettings, setting: str) -> Iterator[ConfigIssue]:
     mark: int | Percentage = getattr(settings, setting)
-    size = settings.size
+    size = _get_mark_base(settings)
     if size is None and isinstance(mark, Percentage):
         yield ConfigIssue(setting, f"{mark} needs a size; set size, or write a number of events")
     elif mark == 0 and setting != "low_watermark":
         yield ConfigIssue(setting, "must be at least 1 event, or null to switch it off")
-    elif size is not None and isinstance(mark, int) and mark > size:
+    elif size is not None and size == settings.size and isinstance(mark, int) and mark > size:
         yield ConfigIssue(setting, f"must be at most size, {size} events, not {mark}")

@@ -25,8 +25,10 @@ from pyspark.sql import SparkSession
 
 from turnlane.errors import Never
 from turnlane.logs import get_logger
-from turnlane.pipeline.settings import SparkSettings
+from turnlane.memory import find_system_limit
+from turnlane.pipeline.settings import DRIVER_MEMORY, SparkSettings
 from turnlane.runtime import create_scratch_directory
+from turnlane.units import compute_share
 
 log = get_logger(__name__)
 
@@ -136,6 +138,9 @@ def open_session(
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     is_local = settings.master.startswith("local")
     conf = {**SPARK_DEFAULTS, **_get_network_defaults(settings), **settings.conf}
+    if settings.driver_memory is not None:
+        heap = compute_share(settings.driver_memory, find_system_limit())
+        conf[DRIVER_MEMORY] = f"{heap >> 20}m"
     if is_local:
         use_installed_pyspark()
     else:
