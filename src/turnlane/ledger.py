@@ -25,6 +25,15 @@ class Outcome(enum.StrEnum):
         """Whether the event is gone for good."""
         return self not in (Outcome.DELIVERED, Outcome.DEAD)
 
+    @property
+    def is_loss(self) -> bool:
+        """Whether the event is gone although no setting chose it: no room, no disk, no process."""
+        return self in _LOSSES
+
+
+_LOSSES = frozenset(
+    [Outcome.NEWEST, Outcome.OLDEST, Outcome.CLOSED, Outcome.CORRUPT, Outcome.MISSING]
+)
 
 DROPS_WITHOUT_OFFSET = (Outcome.NEWEST, Outcome.SEVERITY, Outcome.SAMPLED)
 """Drops by admission: these events never got an offset."""

@@ -32,6 +32,7 @@ from turnlane.config import Config, ConfigFileError, loads
 from turnlane.delivery.destination import SendReport
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import LeadLost, NoSuchQueue, NotAllowed
+from turnlane.events import block_of
 from turnlane.node.breakers import BreakerRequest
 from turnlane.node.flight.messages import FlightLimits
 from turnlane.node.flight.server import FlightPlane
@@ -564,10 +565,12 @@ def test_promtool_accepts_the_metrics_of_a_busy_node(serving: Serving) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         skip_or_fail("promtool is not installed: apt install prometheus")
-    serving.config["queues"] = {"main": {}, "fast": {"kind": "memory"}}
+    narrow = {"kind": "memory", "size": 2, "full_behavior": "drop_newest"}
+    serving.config["queues"] = {"main": {}, "fast": {"kind": "memory"}, "narrow": narrow}
     serving.config["inputs"] = [{"type": "http", "queue": "main", "listen": "127.0.0.1:0"}]
     service = serving.start()
     service.node.queue("main").producer(ack="persisted").publish(b"x", timeout=TIMEOUT)
+    service.node.queue("narrow").producer().publish_block(block_of([b"x"] * 5))
     asker = BreakerRequest("alerts", "main", "1", DeliverySettings(breaker_failures=1))
     service.node.breakers.permit(asker)
     failed = SendReport(failures=1, error="refused", retries=1, retry_failures={"RetryLater": 1})
@@ -586,6 +589,7 @@ def test_promtool_accepts_the_metrics_of_a_busy_node(serving: Serving) -> None:
         "turnlane_table_fire_lag_seconds_count",
     ):
         assert read_values(text, sample), sample
+    assert sum(read_values(text, "turnlane_export_data_loss_total")) == 3
     run = subprocess.run(
         [promtool, "check", "metrics"],
         input=text, capture_output=True, check=False, timeout=60, text=True,

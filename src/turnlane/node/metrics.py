@@ -40,6 +40,8 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 DROP_REASONS: Final = [outcome.value for outcome in Outcome if outcome.is_drop]
 
+LOSS_REASONS: Final = [outcome.value for outcome in Outcome if outcome.is_loss]
+
 DEPTH_CACHE_SECONDS: Final = 15.0
 """For how long the depth of a table is not read again: the database has to count its rows."""
 
@@ -352,6 +354,22 @@ class NodeCollector(Collector):
                 for _, each in stats
                 for reason in DROP_REASONS
             ],
+        )
+        losses = Counter(
+            {
+                each.name: sum(each.ledger.dropped.get(reason, 0) for reason in LOSS_REASONS)
+                for _, each in stats
+            }
+        )
+        # Dead letters that memory could not keep are in the ledger of their queue, if it exists.
+        for name, count in self._node.commits.overflow.dropped.items():
+            if name not in losses:
+                losses[name] = count
+        yield build_counter(
+            "export_data_loss",
+            "Events lost for good: the queue was full, or closed or killed before it stored them.",
+            ["queue"],
+            [([name], count) for name, count in sorted(losses.items())],
         )
         yield build_gauge(
             "queue_disk_failing",
