@@ -20,6 +20,7 @@ GROUPS = {
     WAITING: "all but `direct`",
     STORING: "`memory`, `disk`, `disk_assisted`",
     ON_DISK: "`disk`, `disk_assisted`",
+    (Kind.DISK,): "`disk`",
     (Kind.DISK_ASSISTED,): "`disk_assisted`",
     (Kind.PROXY,): "`proxy`",
 }

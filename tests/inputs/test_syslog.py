@@ -509,6 +509,26 @@ def test_full_queue_drops_udp_messages_and_counts_them(host: Node) -> None:
     assert values == [b"<13>%d" % number for number in range(10)]
 
 
+def test_datagrams_wait_in_failover_memory_while_the_disk_fails(tmp_path: Path) -> None:
+    """Their senders cannot wait, and without this memory every datagram would be dropped."""
+    disk = FaultyDisk()
+    messages = [b"<13>%06d" % number for number in range(500)]
+    with Node(tmp_path, {"main": {"failover_memory": "16Mi"}}, disk=disk) as node:
+        queue = node.queue("main")
+        with run_syslog(node, udp=ANYWHERE) as source:
+            disk.fail("write", times=None)
+            send_datagrams(source, messages[0])
+            wait_until(lambda: bool(queue.storage_failure), "a disk that fails")
+            for message in messages[1:]:
+                send_datagrams(source, message)
+            wait_until(lambda: source.counters.events + source.counters.dropped == 500)
+            assert source.counters.dropped == 0
+            disk.clear()
+            wait_until(lambda: not queue.storage_failure, "a disk that works")
+    with Node(tmp_path, {"main": {}}) as node:
+        assert [event.value for event in read_events(node.queue("main"))] == messages
+
+
 def test_datagrams_dropped_by_the_kernel_are_counted(host: Node) -> None:
     settings = SyslogSettings.model_validate({"queue": "main", "udp": ANYWHERE})
     source = SyslogInput(settings, host)

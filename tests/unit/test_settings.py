@@ -55,6 +55,7 @@ KNOBS: dict[str, tuple[list[tuple[Any, Any]], list[Any]]] = {
     "sync_interval": ([("200ms", 0.2)], [0, "0s", "x"]),
     "chunk_size": ([("256Mi", 256 * MEBI)], [0, "x"]),
     "memory_bytes": ([("16Mi", 16 * MEBI), (1, 1)], [0, "x"]),
+    "failover_memory": ([("256Mi", 256 * MEBI), (1, 1)], [0, "x"]),
     "write_buffer": ([("256Ki", 262_144), (0, 0)], [-1, "x", "65Mi"]),
     "stale_flush": ([("5s", 5.0)], [0, "x"]),
     "compression": ([("none", Compression.NONE), ("snappy", Compression.SNAPPY)], ["zip", 3]),

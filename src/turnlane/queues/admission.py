@@ -116,6 +116,7 @@ class Admission:
     """The bounds, the waiting line and the policies of one queue.
 
     ``evict(events)`` drops that many of the oldest unread events and says whether there were any;
+    ``drop_unwritten()`` does so for publishers who are held because memory has to replace the disk;
     ``on_full()`` tells storage and consumers, and returns whether storage makes room.
     """
 
@@ -125,10 +126,12 @@ class Admission:
         lock: threading.Lock,
         *,
         evict: Callable[[int], bool],
+        drop_unwritten: Callable[[], bool],
         on_full: Callable[[], bool],
     ) -> None:
         self._lock = lock
         self._evict = evict
+        self._drop_unwritten = drop_unwritten
         self._on_full = on_full
         self.events = 0
         self.bytes = 0
@@ -394,7 +397,9 @@ class Admission:
         """Put a request into a full queue that does not block, at the cost of events."""
         self.check_open()
         if self._settings.full_behavior is FullBehavior.DROP_OLDEST:
-            # Publishers that are held do not lack room: dropping events would not let them in.
+            while self.is_held and self._drop_unwritten():
+                pass
+            # Publishers that are still held do not lack room: dropping would not let them in.
             while not self.is_held and not self.has_room(request.events, request.size):
                 excess = self.bytes + request.size - self.max_bytes
                 by_bytes = -(-excess * self.events // max(1, self.bytes))  # by the average size

@@ -6,7 +6,9 @@ gathers: the more publishers wait, the more of them share a sync. A consumer tha
 from memory and never reads the disk.
 
 A disk that fails or is full makes the queue full, not broken: publishers wait, reading and acks go
-on, and the writer tries again until it succeeds.
+on, and the writer tries again until it succeeds. With ``failover_memory``, publishers go on while
+the disk fails, as long as memory has room for their events. No ack says more than is true: these
+events are accepted, and become persisted when the disk works again.
 
 Threads: only the writer commits to the store and removes segments. Consumers read the log, and
 append acks to the journal, which has a lock of its own. What the writer knows of the queue it
@@ -43,7 +45,7 @@ from turnlane.runtime import create_thread
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.producer_sequences import SequencedRange
 from turnlane.storage.reader import UnreadableRange
-from turnlane.storage.store import Store, StoreSettings
+from turnlane.storage.store import NO_SPACE, Store, StoreSettings
 
 log = get_logger(__name__)
 
@@ -153,6 +155,16 @@ class LogStorage(Storage):
         """Forget ranges that are settled and need not be written; returns them. Under the lock."""
         return []
 
+    def _on_failed(self, error: Exception) -> None:
+        """The writer could not write, and tries again. Under the lock."""
+
+    def _describe_failure_mode(self) -> str:
+        """Return what publishers do while the disk fails, for the log. Under the lock."""
+        return "publishers wait"
+
+    def _record_evictions(self) -> None:
+        """Record drops of events that have an offset and were never written. ``OSError``."""
+
     # ── opening ─────────────────────────────────────────────────────────────────────────────────
 
     def recover(self) -> StoredState:
@@ -201,6 +213,7 @@ class LogStorage(Storage):
             if job.before is not None:
                 job.before()
             self._record_drops()  # first: the journal has room even if the disk is full
+            self._record_evictions()
             self.store.commit(job.ranges, sync=job.sync)
             self._flushes += bool(job.ranges)
             self.store.record_position(self._host.admission.bytes)
@@ -227,12 +240,13 @@ class LogStorage(Storage):
     def _handle_failure(self, error: Exception) -> bool:
         """Keep publishers out, make space if possible, wait; false to give up at a close."""
         with self._host.lock:
-            if not self.failure:
-                log.warning(
-                    "queue.write_failed", queue=self._name, error=error, hint="publishers wait"
-                )
+            is_first = not self.failure
             self.failure = str(error) or repr(error)
+            self._on_failed(error)
             self._host.admission.hold(hold=self._must_publishers_wait(failing=True))
+            if is_first:
+                hint = self._describe_failure_mode()
+                log.warning("queue.write_failed", queue=self._name, error=error, hint=hint)
             if self._give_up_at is not None and time.monotonic() > self._give_up_at:
                 return False
         if not self._make_space():
@@ -431,6 +445,7 @@ class LogStorage(Storage):
             self._record_drops()  # the writer may have ended before it saw the last of them
             with self._host.lock:
                 dropped = self._host.drop_unstored(self.store.log.end)
+            self._record_evictions()
             for first, end in dropped:
                 self.store.journal.record_settled(first, end, 0, Outcome.CLOSED)
             if not dropped and not unwritten:
@@ -512,6 +527,10 @@ class DiskStorage(LogStorage):
         self._group_size = 1
         """How many publishers waited for the last sync, or came while it ran."""
         self._is_gathering = False
+        self._is_disk_full = False
+        """Whether the last write failed for lack of space: then publishers wait."""
+        self._evicted: list[BlockRange] = []
+        """Dropped from the memory that replaces the disk, without contents, and not recorded."""
 
     def on_sealed(self, sealed: BlockRange) -> None:
         # A copy: consumers cut pieces off the range in the buffer.
@@ -520,16 +539,80 @@ class DiskStorage(LogStorage):
             numbered = SequencedRange(sealed.first, sealed.end, numbers, sealed.is_consecutive)
             self.store.journal.unwritten_sequences.add(numbered)
         self._unwritten_bytes += sealed.size
-        if self._unwritten_bytes >= self._settings.write_buffer:
-            self._work.notify()
-            if self._must_publishers_wait(failing=False):
+        if self._unwritten_bytes >= self._settings.write_buffer or self.failure:
+            if not self.failure:  # else the writer pauses before it tries again
+                self._work.notify()
+            if self._must_publishers_wait(failing=bool(self.failure)):
                 self._host.admission.hold(hold=True)
 
     def make_room(self) -> bool:
         return self._host.admission.is_held and not self.failure
 
     def _must_publishers_wait(self, *, failing: bool) -> bool:
-        return failing or self._unwritten_bytes >= self._settings.memory_bytes
+        if not failing:
+            return self._unwritten_bytes >= self._settings.memory_bytes
+        limit = self._settings.failover_memory
+        return limit is None or self._is_disk_full or self._unwritten_bytes >= limit
+
+    # ── memory in place of a failing disk ───────────────────────────────────────────────────────
+
+    def _on_failed(self, error: Exception) -> None:
+        self._is_disk_full = isinstance(error, OSError) and error.errno in NO_SPACE
+
+    def _describe_failure_mode(self) -> str:
+        if self._settings.failover_memory is None or self._is_disk_full:
+            return super()._describe_failure_mode()
+        return "new events wait in memory, up to failover_memory: they are lost if the process ends"
+
+    def drop_unwritten(self) -> bool:
+        if not self.failure or self._settings.failover_memory is None or self._is_disk_full:
+            return False
+        self._host.buffer.seal()
+        # A range that is partly in the log, or that a consumer has read, stays.
+        start = max(self.store.log.end, self._host.positions.frontier)
+        at = next((at for at, each in enumerate(self._unwritten) if each.first >= start), None)
+        if at is None:
+            return False
+        oldest = self._unwritten[at]
+        del self._unwritten[at]
+        self._unwritten_bytes -= oldest.size
+        if not self._evicted:
+            log.error(
+                "queue.failover_full",
+                queue=self._name,
+                hint="the disk fails and failover_memory is full: the oldest events are dropped",
+            )
+        self._remember_eviction(oldest)
+        self._host.lose(oldest.first, oldest.end, Outcome.OLDEST)
+        self._host.admission.hold(hold=self._must_publishers_wait(failing=True))
+        return True
+
+    def _remember_eviction(self, dropped: BlockRange) -> None:
+        """Keep what has to be recorded, joined with the range before: there may be millions."""
+        kept = list(dropped.sequences)
+        last = self._evicted[-1] if self._evicted else None
+        first = dropped.first
+        if last is not None and last.end == first:
+            first = self._evicted.pop().first
+            newer = {each.producer: each.first for each in kept}
+            kept = [
+                each
+                for each in last.sequences
+                if each.first < newer.get(each.producer, each.next_sequence)
+            ] + kept
+        self._evicted.append(BlockRange(first, dropped.end, 0, None, sequences=kept))
+
+    def _record_evictions(self) -> None:
+        with self._host.lock:
+            evicted, self._evicted = self._evicted, []
+        for number, each in enumerate(evicted):
+            try:
+                self.store.journal.record_settled(each.first, each.end, 0, Outcome.OLDEST)
+            except OSError:
+                with self._host.lock:
+                    self._evicted = evicted[number:] + self._evicted
+                raise
+            self.store.remember_sequences(each.sequences)
 
     # ── when and what to write ──────────────────────────────────────────────────────────────────
 

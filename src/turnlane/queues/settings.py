@@ -392,6 +392,15 @@ class QueueSettings(BaseModel):
         example="16Mi",
         ge=1,
     )
+    failover_memory: Size | None = knob(
+        None,
+        (Kind.DISK,),
+        "While the disk fails (not while it is full), up to this many bytes of new events wait in "
+        "memory; beyond that, `full_behavior` applies. They are lost if the process ends first.",
+        example="256Mi",
+        shown="off: publishers wait",
+        ge=1,
+    )
     write_buffer: Size = knob(
         "2Mi",
         ON_DISK,

@@ -82,6 +82,7 @@ class QueueState:
             settings,
             self.lock,
             evict=self.evict,
+            drop_unwritten=storage.drop_unwritten,
             on_full=self._on_full,
         )
         self.buffer = Buffer(self.positions.end, storage.on_sealed)
@@ -394,8 +395,8 @@ class QueueState:
                 mark.remove_waiter(waiter)
         return is_reached
 
-    def lose(self, first: int, end: int) -> None:
-        self.settle_range(first, end, Outcome.MISSING, is_recorded=False)
+    def lose(self, first: int, end: int, outcome: Outcome = Outcome.MISSING) -> None:
+        self.settle_range(first, end, outcome, is_recorded=False)
 
     def drop_unstored(self, first: int) -> list[Span]:
         spans = self.positions.find_unsettled(first, self.positions.end)

@@ -97,8 +97,8 @@ class StorageHost(Protocol):
     def settle_delivered(self, first: int, end: int, *, notify: bool) -> None:
         """Report that the node delivered a range, or has promised to."""
 
-    def lose(self, first: int, end: int) -> None:
-        """Report that storage lost the events of the range."""
+    def lose(self, first: int, end: int, outcome: Outcome = Outcome.MISSING) -> None:
+        """Report that storage lost the events of the range, or dropped them."""
 
     def drop_unstored(self, first: int) -> list[Span]:
         """Settle all unsettled events from ``first`` on, and freed ones, as closed."""
@@ -165,6 +165,13 @@ class Storage(abc.ABC):
 
     def make_room(self) -> bool:
         """Begin to make room for publishers; true if they can expect some soon."""
+        return False
+
+    def drop_unwritten(self) -> bool:
+        """Drop the oldest unread events that only memory has, so that publishers may enter.
+
+        False if that does not help: it is not for lack of memory that they are held.
+        """
         return False
 
     def urge(self, level: AckLevel) -> None:  # noqa: B027

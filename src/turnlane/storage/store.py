@@ -43,7 +43,8 @@ READ_ATTEMPTS = 4
 """After this many failures in a row a frame counts as corrupt: a bad sector must not block the
 queue."""
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a disk that is full, as opposed to one that fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +262,7 @@ class Store:
     def _count_error(self, error: OSError) -> None:
         if isinstance(error, SyncFailed):
             self._sync_failed = True
-        if error.errno in _NO_SPACE:
+        if error.errno in NO_SPACE:
             self.full_total += 1
         else:
             self.errors_total += 1
