@@ -8,6 +8,7 @@ import typer
 
 from turnlane import __version__
 from turnlane.cli.dead_letters import breaker, dlq
+from turnlane.cli.migrate import migrate
 from turnlane.cli.pipeline_tools import graph, init, try_cases
 from turnlane.cli.queue import queue
 from turnlane.cli.run import pipeline, run
@@ -32,6 +33,7 @@ app.add_typer(queue, name="queue")
 app.add_typer(dlq, name="dlq")
 app.add_typer(breaker, name="breaker")
 app.add_typer(table, name="table")
+app.add_typer(migrate, name="migrate")
 
 
 def _show_version(wanted: bool) -> None:  # noqa: FBT001  typer calls it so

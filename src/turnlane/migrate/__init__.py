@@ -1,0 +1,1 @@
+"""Converters from the configurations of other programs to turnlane's YAML."""
