@@ -377,7 +377,7 @@ class Converter:
         rest = [
             each
             for name, each in parameters.items()
-            if name not in used and name not in ACTION_RULES and not name.startswith("queue.")
+            if name not in used | _QUIET | ACTION_RULES.keys() and not name.startswith("queue.")
         ]
         self._list_unused(rest, set(), f"see the settings of the output {output['type'].value}")
 

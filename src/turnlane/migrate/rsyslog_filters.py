@@ -90,9 +90,12 @@ def convert_selector(text: str) -> str:
                 taken[number] = _ALL if is_excluded else frozenset()
             elif severities == _ALL:
                 taken[number] = frozenset() if is_excluded else _ALL
+            elif is_excluded and not taken[number]:
+                raise Unconvertible(
+                    f"versions of rsyslog differ in {wanted} without a priority before"
+                )
             elif is_excluded:
-                # To exclude something from nothing means: all but this.
-                taken[number] = (taken[number] or _ALL) - severities
+                taken[number] -= severities
             else:
                 taken[number] |= severities
     return _join_severities(taken)

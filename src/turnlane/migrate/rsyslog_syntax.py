@@ -175,7 +175,6 @@ class _Reader:
             try:
                 if self._text[start] == "&":  # without a filter before it
                     self._at += 1
-                    self._skip_space()
                 yield self._read_statement()
             except Unreadable as error:
                 self._at = start
@@ -215,6 +214,8 @@ class _Reader:
     # ── statements ──
 
     def _read_statement(self) -> Statement:
+        if not self._skip_space():
+            raise Unreadable("an action is missing at the end of the file")
         start = self._at
         line = self._line(start)
         if found := _OBJECT.match(self._text, start):
@@ -247,16 +248,12 @@ class _Reader:
         try:
             if self._depth > _MAX_DEPTH:
                 raise Unreadable("blocks are nested too deeply")
-            if not self._skip_space():
-                raise Unreadable("an action is missing at the end of the file")
-            if self._text[self._at] == "{":
+            if self._peek("{"):
                 self._at += 1
                 return self._read_body()
             found = [self._read_statement()]
             while self._peek("&"):
                 self._at += 1
-                if not self._skip_space():
-                    raise Unreadable("an action is missing at the end of the file")
                 found.append(self._read_statement())
             return found
         finally:
@@ -270,9 +267,8 @@ class _Reader:
                 raise Unreadable("a block is not closed: } is missing")
             if self._text[self._at] == "&":
                 self._at += 1
-                self._skip_space()
-                continue
-            found.append(self._read_statement())
+            else:
+                found.append(self._read_statement())
         self._at += 1
         return found
 
