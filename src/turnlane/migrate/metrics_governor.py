@@ -79,7 +79,7 @@ def read_entries(text: str, file: str) -> dict[str, Entry]:
 
     Raises ``ConfigError``.
     """
-    lines = map(str.strip, text.splitlines())
+    lines = map(str.strip, text.replace("\\\n", " ").splitlines())
     if _has_flags(next((line for line in lines if line and not line.startswith("#")), "")):
         return read_flags(text, file)
     document = parse(text, file, os.environ)
