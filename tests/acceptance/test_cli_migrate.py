@@ -11,6 +11,8 @@ import pytest
 
 from turnlane.migrate.metrics_governor import FLAGS, KEYS
 from turnlane.migrate.rsyslog_queues import ACTION_RULES, QUEUE_RULES
+from turnlane.node.metrics import NodeCollector
+from turnlane.node.node import Node
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "migrate.md"
@@ -61,7 +63,7 @@ def test_flags_alone_are_enough(tmp_path: Path) -> None:
     flags = "-queue-type disk -queue-max-bytes 2Gi"
     done = turnlane("migrate", "metrics-governor", "--flags", flags, place=tmp_path)
     assert done.returncode == 0
-    assert "max_bytes: 2Gi # -queue-max-bytes = 2Gi" in done.stdout
+    assert "max_bytes: 2Gi  # -queue-max-bytes = 2Gi" in done.stdout
     assert turnlane("migrate", "metrics-governor", place=tmp_path).returncode == 2
 
 
@@ -91,7 +93,7 @@ def test_unreadable_file_gives_exit_code_78(
     assert done.stderr.startswith(("old:1:1: ", "turnlane: old: ", "turnlane: old:1:1: "))
 
 
-# ── the page ─────────────────────────────────────────────────────────────────────────────────────
+# ── the pages ────────────────────────────────────────────────────────────────────────────────────
 
 
 def first_cells(title: str) -> set[str]:
@@ -117,3 +119,14 @@ def test_page_has_every_queue_parameter_of_rsyslog_and_no_other() -> None:
 
 def test_page_has_every_action_parameter_of_rsyslog_and_no_other() -> None:
     assert {name.lower() for name in first_cells("Action parameters")} == set(ACTION_RULES)
+
+
+@pytest.mark.parametrize("name", ["migrate.md", "troubleshooting.md"])
+def test_metrics_on_the_page_exist(name: str, tmp_path: Path) -> None:
+    with Node(tmp_path / "data", {"main": {}}) as node:
+        families = list(NodeCollector(node).collect())
+    existing = {f"{each.name}{'_total' * (each.type == 'counter')}" for each in families}
+    text = (ROOT / "docs" / name).read_text()
+    named = set(re.findall(r"\bturnlane_(?:\w+)", text))
+    assert len(named) > 10
+    assert named <= existing, named - existing

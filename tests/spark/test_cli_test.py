@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from turnlane.cli import pipeline_tools, serve
 from turnlane.cli.app import app
 from turnlane.cli.pipeline_tools import read_example
+from turnlane.migrate.rsyslog import convert_text
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -292,3 +293,30 @@ actions:
 def test_configuration_that_spark_accepts_is_valid(turnlane: Run) -> None:
     said = turnlane("validate", CONFIG, "--spark")
     assert said.stdout == "c.yaml: ok, 7 queues, 0 inputs, 7 actions\n", said.output
+
+
+RSYSLOG = r"""
+mail,news.warning;mail.!=err                     /var/log/selected
+:msg, !contains, "it's C:\\temp"                 /var/log/negated
+if $programname == ['shop', 'bar'] and not ($msg contains_i 'NOISE') then /var/log/compared
+if prifilt('*.err') then { stop }
+*.* /var/log/rest
+"""
+CASES = r"""
+tests:
+  - name: filters
+    events:
+      - "<20>1 2026-01-01T00:00:00Z web-1 shop 1 - - it's C:\\temp"
+      - "<19>1 2026-01-01T00:00:00Z web-1 bar 1 - - some noise"
+      - "<14>1 2026-01-01T00:00:00Z web-1 - 1 - - hello"
+    expect:
+      file: [{app_name: shop}]
+      file-2: [{message: some noise}, {message: hello}]
+      file-3: [{app_name: shop}]
+      file-4: [{app_name: shop}, {message: hello}]
+"""
+
+
+def test_spark_evaluates_filters_that_were_converted_from_rsyslog(turnlane: Run) -> None:
+    said = turnlane("test", convert_text(RSYSLOG, "rsyslog.conf").render() + CASES)
+    assert said.exit_code == 0, said.output

@@ -111,9 +111,9 @@ def test_values_keep_their_meaning() -> None:
 def test_comments_name_the_origin_of_each_value() -> None:
     _, draft = convert(ALL_KEYS, "-queue-chunk-size 128Mi")
     made = draft.render()
-    assert "max_bytes: 1536Mi # line 10: exporter.queue.max_bytes = 1.5Gi" in made
-    assert "chunk_size: 128Mi # -queue-chunk-size = 128Mi" in made
-    assert "memory_limit: 85% # line 25: memory.limit_ratio = 0.85" in made
+    assert "max_bytes: 1536Mi  # line 10: exporter.queue.max_bytes = 1.5Gi" in made
+    assert "chunk_size: 128Mi  # -queue-chunk-size = 128Mi" in made
+    assert "memory_limit: 85%  # line 25: memory.limit_ratio = 0.85" in made
 
 
 @pytest.mark.parametrize(

@@ -120,9 +120,17 @@ class Draft:
         yaml.width = 4096
         yaml.indent(mapping=2, sequence=4, offset=2)
         stream = io.StringIO()
-        yaml.dump(_build_node(self.settings), stream)
+        comments: list[str] = []
+        yaml.dump(_build_node(self.settings, comments), stream)
+        # ruamel puts one or two spaces before a comment, so it writes only the comment's number.
+        text = re.sub(
+            r" +#(\d+)$",
+            lambda found: f"  # {comments[int(found[1])]}",
+            stream.getvalue(),
+            flags=re.MULTILINE,
+        )
         lines = [self.title, "Check the settings, then: turnlane validate FILE"]
-        sections = re.sub(r"^(?=\w)", "\n", stream.getvalue(), flags=re.MULTILINE)
+        sections = re.sub(r"^(?=\w)", "\n", text, flags=re.MULTILINE)
         return "".join(f"# {shorten(line)}\n" for line in lines) + sections
 
     def _remove(self, path: Path, message: str) -> None:
@@ -164,10 +172,10 @@ def _find_origins(part: object) -> Iterator[Origin]:
             yield from _find_origins(each)
 
 
-def _build_node(part: object) -> object:
-    """Return a part of the draft as an object that ruamel writes with its comments."""
+def _build_node(part: object, comments: list[str]) -> object:
+    """Return a part of the draft as an object that ruamel writes; add its comments to the list."""
     if isinstance(part, list):
-        return CommentedSeq([_build_node(each) for each in part])
+        return CommentedSeq([_build_node(each, comments) for each in part])
     if not isinstance(part, dict):
         return part
     made = CommentedMap()
@@ -176,9 +184,10 @@ def _build_node(part: object) -> object:
             made[key] = _escape_variables(each.value)
             comment = each.comment or (each.origin.describe() if each.origin else "")
             if comment:
-                made.yaml_add_eol_comment(comment, key)
+                made.yaml_add_eol_comment(f"#{len(comments)}", key)
+                comments.append(comment)
         elif each:
-            made[key] = _build_node(each)
+            made[key] = _build_node(each, comments)
     return made
 
 
