@@ -128,6 +128,7 @@ def test_comments_name_the_origin_of_each_value() -> None:
         ("workers: 4, global_send_limit: 9", "delivery", {"max_in_flight": 9}),
         ("max_concurrent_sends: 4", "delivery", {"max_concurrency": 4}),
         ("pipeline_split: {enabled: false}", "delivery", {"pipelined": False}),
+        ("retry_interval: 1h", "delivery", {"backoff": "1h", "max_backoff": "1h"}),
     ],
 )
 def test_switches_and_special_numbers_are_converted(
@@ -185,7 +186,6 @@ def test_settings_without_effect_are_listed_as_such() -> None:
         "circuit_breaker: {enabled: perhaps}",
         "compression: lzma, type: disk",
         "type: tape",
-        "retry_interval: 1h",
     ],
 )
 def test_wrong_value_is_listed_and_the_rest_is_converted(text: str) -> None:

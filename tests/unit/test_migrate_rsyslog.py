@@ -203,10 +203,50 @@ global(workDirectory="/var/spool/rsyslog" maxMessageSize="32k")
     assert findings_of(draft) == [(6, "tag")]
 
 
-def test_encrypted_input_is_listed_and_not_opened_in_clear() -> None:
-    made, draft = convert('input(type="imtcp" port="6514" StreamDriver.Mode="1")')
+@pytest.mark.parametrize(
+    "text",
+    [
+        'input(type="imtcp" port="6514" StreamDriver.Mode="1")',
+        'module(load="imtcp" StreamDriver.Mode="1")\ninput(type="imtcp" port="6514")',
+        "$InputTCPServerStreamDriverMode 1\n$InputTCPServerRun 6514",
+    ],
+)
+def test_encrypted_input_is_listed_and_not_opened_in_clear(text: str) -> None:
+    made, draft = convert(text)
     assert "inputs" not in made
-    assert findings_of(draft) == [(1, "input")]
+    assert len(text.splitlines()) in {line for line, _ in findings_of(draft)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'action(type="omfwd" target="h" protocol="tcp" StreamDriver="gtls" StreamDriverMode="1")',
+        "$ActionSendStreamDriverMode 1\n*.* /var/log/x\n*.* @@h",
+    ],
+)
+def test_encrypted_forwarding_stays_encrypted(text: str) -> None:
+    made, draft = convert(text)
+    assert made["actions"][-1]["output"]["protocol"] == "tls"
+    assert findings_of(draft, Verdict.DIFFERENT)
+
+
+def test_parameter_that_is_set_twice_is_listed() -> None:
+    made, draft = convert(
+        "$ActionQueueType Disk\n$ActionQueueSize 5\n$ActionQueueSize 6\n*.* /x\n"
+        'main_queue(queue.size="1" queue.size="2")\nmain_queue(queue.size="3")\n'
+    )
+    assert (made["main"]["size"], made["actions"][0]["queue"]["size"]) == (3, 6)
+    expected = [(2, "$ActionQueueSize"), (5, "queue.size"), (5, "queue.size")]
+    assert findings_of(draft, Verdict.UNUSED) == expected
+
+
+def test_ruleset_that_only_an_unused_ruleset_calls_is_listed() -> None:
+    _, draft = convert("""
+*.* /var/log/all
+ruleset(name="a") { call b }
+ruleset(name="b") { action(type="omfile" file="/var/log/b") }
+""")
+    assert findings_of(draft) == [(3, "ruleset"), (3, "statement"), (4, "ruleset"), (4, "action")]
 
 
 def test_rules_become_actions_in_their_order() -> None:

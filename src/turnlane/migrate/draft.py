@@ -19,7 +19,9 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from turnlane.config import ConfigFileError, loads
 from turnlane.config.document import Path, parse_path
+from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import Bug
+from turnlane.units import parse_duration
 
 SECTIONS: Final = ("node", "inputs", "queues", "main", "parse", "lane", "actions")
 """The sections of the YAML, in the order in which they are written."""
@@ -152,6 +154,14 @@ class Draft:
             raise Bug(f"the draft has no setting {path}: {message}")
         for origin in dict.fromkeys(_find_origins(removed)):
             self.add_missing(origin, f"turnlane refuses it: {message}")
+
+
+def complete_backoff(delivery: dict[str, Any]) -> None:
+    """Raise the longest wait of a delivery to its first wait, if it is below that."""
+    first, longest = delivery.get("backoff"), delivery.get("max_backoff")
+    most = DeliverySettings().max_backoff if longest is None else parse_duration(longest.value)
+    if first is not None and parse_duration(first.value) > most:
+        delivery["max_backoff"] = Leaf(first.value, first.origin, "at least backoff")
 
 
 def shorten(value: object) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from turnlane.config.document import Path, format_path, parse
 from turnlane.errors import ConfigError
-from turnlane.migrate.draft import Draft, Leaf, Origin
+from turnlane.migrate.draft import Draft, Leaf, Origin, complete_backoff
 from turnlane.units import format_duration, format_size, parse_duration, parse_size
 
 QUEUE: Final = "exporter.queue."
@@ -525,5 +525,6 @@ def convert_settings(entries: Mapping[str, Entry], file: str) -> Draft:
             section = key.partition(".")[0]
             advice = _OTHER_SECTIONS.get(section, "turnlane has no such setting")
             draft.add_missing(entry.origin, advice)
+    complete_backoff(converter.action["delivery"])
     draft.settings["actions"] = [converter.action]
     return draft

@@ -7,11 +7,11 @@ statement and every parameter is converted, or is a finding with its line.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from turnlane.migrate.draft import Draft, Leaf, Origin
+from turnlane.migrate.draft import Draft, Leaf, Origin, complete_backoff
 from turnlane.migrate.rsyslog_filters import (
     EVERY,
     NEVER,
@@ -69,12 +69,19 @@ _OTHER_OUTPUTS: Final = {
     "ommysql": "see the output sql",
     "ompgsql": "see the output sql",
     "omlibdbi": "see the output sql",
+    "omfile": "the path of a file may contain the time, as in /var/log/%Y-%m-%d.log",
     "omrelp": "see the outputs syslog and queue",
     "omkafka": "write with the output spark, format kafka",
 }
+_OTHER_OBJECTS: Final = {
+    "template": "write events as JSON, or make columns with sql or transform",
+    "include": "the file is not read: convert it too, or paste it here",
+}
+_INPUT_TLS: Final = "write a syslog input with tls: {listen, cert, key, client_ca}"
 _MAX_CALLS: Final = 8
 """How deep rulesets may call each other."""
 _LABELS: Final = {LegacyAction: "action", Condition: "filter"}
+_TLS_MODES: Final = ("streamdrivermode", "streamdriver.mode")
 _QUIET: Final = {"type", "name", "load", "ruleset"}
 """Parameters that are read wherever they may stand."""
 
@@ -88,7 +95,7 @@ class Converter:
     chosen: str | None
     """The ruleset that becomes the pipeline; none for the default one."""
     called: frozenset[str]
-    """The rulesets that a ``call`` names."""
+    """The rulesets that messages reach by ``call``."""
     inputs: list[dict[str, Any]] = field(default_factory=list)
     actions: list[dict[str, Any]] = field(default_factory=list)
     names: set[str] = field(default_factory=lambda: {"main"})
@@ -100,6 +107,8 @@ class Converter:
     main: Parameters = field(default_factory=dict)
     message_bytes: Parameter | None = None
     udp_address: str = ""
+    has_input_tls: bool = False
+    """Whether ``imtcp`` listens with TLS, unless an input says otherwise."""
 
     # ── statements ──
 
@@ -165,7 +174,7 @@ class Converter:
     # ── objects ──
 
     def _convert_object(self, statement: ObjectStatement, condition: str) -> None:
-        parameters = {each.name: each for each in statement.parameters}
+        parameters = self._collect_all({}, statement.parameters)
         match statement.kind:
             case "action":
                 self._convert_action(statement, parameters, condition)
@@ -174,18 +183,25 @@ class Converter:
             case "module":
                 self._convert_module(statement, parameters)
             case "main_queue":
-                self.main |= parameters
+                self._collect_all(self.main, parameters.values())
             case "global":
                 for each in statement.parameters:
                     self.convert_global(each)
             case "ruleset":
                 self._convert_ruleset(statement, parameters)
-            case "template":
-                self._miss(statement, "write events as JSON, or make columns with sql or transform")
-            case "include":
-                self._miss(statement, "the file is not read: convert it too, or paste it here")
-            case _:
-                self._miss(statement, "turnlane has no such object")
+            case kind:
+                self._miss(statement, _OTHER_OBJECTS.get(kind, "turnlane has no such object"))
+
+    def _collect(self, target: Parameters, name: str, parameter: Parameter) -> None:
+        """Keep a parameter for later; one of the same name before it has no effect."""
+        if name in target:
+            self.draft.add_unused(get_origin(target[name]), f"line {parameter.line} sets it again")
+        target[name] = parameter
+
+    def _collect_all(self, target: Parameters, parameters: Iterable[Parameter]) -> Parameters:
+        for each in parameters:
+            self._collect(target, each.name, each)
+        return target
 
     def _convert_ruleset(self, statement: ObjectStatement, parameters: Parameters) -> None:
         name = parameters["name"].value if "name" in parameters else ""
@@ -195,7 +211,10 @@ class Converter:
             elif each.name != "name":
                 advice = "only the main queue and actions have queues"
                 self.draft.add_missing(get_origin(each), advice)
-        if name != self.chosen and name not in self.called:
+        if statement is not self.rulesets.get(name):
+            self._miss(statement, "another ruleset has the same name")
+            self.list_all(statement.body, "another ruleset has the same name")
+        elif name != self.chosen and name not in self.called:
             advice = "a pipeline has one list of actions: write another configuration for it"
             self._miss(statement, advice)
             self.list_all(statement.body, advice)
@@ -211,6 +230,8 @@ class Converter:
             if use is None or use.value.lower() not in {"off", "no"}:
                 path = parameters.get("syssock.name", parameters["load"])
                 self._add_socket("/dev/log" if path.name == "load" else path.value, path)
+        elif name == "imtcp":
+            self.has_input_tls = _has_tls(parameters, otherwise=self.has_input_tls)
         elif name in _OTHER_INPUTS:
             self._miss(statement, _OTHER_INPUTS[name])
         elif name.removeprefix("builtin:") not in {*_INPUT_TYPES, "imfile", "omfile", "omfwd"}:
@@ -227,8 +248,8 @@ class Converter:
         ruleset = parameters.get("ruleset")
         if (ruleset.value if ruleset else None) != self.chosen:
             self._miss(statement, "its ruleset is not converted: write another configuration")
-        elif parameters.get("streamdriver.mode", Parameter("", "0", 0)).value != "0":
-            self._miss(statement, "write a syslog input with tls: {listen, cert, key, client_ca}")
+        elif kind == "imtcp" and _has_tls(parameters, otherwise=self.has_input_tls):
+            self._miss(statement, _INPUT_TLS)
         elif kind in _INPUT_TYPES:
             address = parameters["address"].value if "address" in parameters else ""
             for port in parameters["port"].value.split(",") if "port" in parameters else ["514"]:
@@ -268,12 +289,12 @@ class Converter:
             if name.startswith(prefix):
                 knob = name.removeprefix(prefix)
                 target = self.main if prefix == "mainmsgqueue" else self.pending
-                target[f"queue.{_LEGACY_NAMES.get(knob, knob)}"] = parameter
+                self._collect(target, f"queue.{_LEGACY_NAMES.get(knob, knob)}", parameter)
                 return
         if name in _DIRECTIVES:
             _DIRECTIVES[name](self, parameter)
         elif f"action.{name.removeprefix('action')}" in ACTION_RULES:
-            self.pending[f"action.{name.removeprefix('action')}"] = parameter
+            self._collect(self.pending, f"action.{name.removeprefix('action')}", parameter)
         else:
             self.draft.add_missing(get_origin(parameter), "turnlane has no such setting")
 
@@ -281,9 +302,18 @@ class Converter:
         """Take ``$ActionResumeInterval``, which holds for all legacy actions after it."""
         self.lasting["action.resumeinterval"] = parameter
 
+    def set_tls(self, parameter: Parameter) -> None:
+        """Take ``$ActionSendStreamDriverMode``: no later action sends in clear text."""
+        self.lasting["streamdrivermode"] = parameter
+
+    def set_input_tls(self, parameter: Parameter) -> None:
+        """Take ``$InputTCPServerStreamDriverMode``, for the listeners after it."""
+        self.has_input_tls = parameter.value != "0"
+        self.draft.add_missing(get_origin(parameter), _INPUT_TLS)
+
     def set_name(self, parameter: Parameter) -> None:
         """Take ``$ActionName``, for the next legacy action."""
-        self.pending["name"] = parameter
+        self._collect(self.pending, "name", parameter)
 
     def load_module(self, parameter: Parameter) -> None:
         """Convert ``$ModLoad``."""
@@ -293,7 +323,10 @@ class Converter:
 
     def listen_tcp(self, parameter: Parameter) -> None:
         """Convert ``$InputTCPServerRun``."""
-        self._add_listener("tcp", "", parameter.value, parameter)
+        if self.has_input_tls:
+            self.draft.add_missing(get_origin(parameter), _INPUT_TLS)
+        else:
+            self._add_listener("tcp", "", parameter.value, parameter)
 
     def set_udp_address(self, parameter: Parameter) -> None:
         """Take ``$UDPServerAddress``, for the listeners after it."""
@@ -334,6 +367,8 @@ class Converter:
             return
         parameters, self.pending = self.lasting | self.pending, {}
         forward, file = _LEGACY_FORWARD.match(text), _LEGACY_FILE.match(text)
+        if not forward:
+            parameters.pop("streamdrivermode", None)
         made: Parameters = {}
 
         def give(name: str, value: str | None) -> None:
@@ -406,6 +441,7 @@ class Converter:
         for key, rule in ACTION_RULES.items():
             if key in parameters:
                 apply_rule(rule, queue, parameters[key])
+        complete_backoff(action["delivery"])
         self.actions.append(action)
 
     def _convert_forward(self, parameters: Parameters, output: dict[str, Any]) -> set[str]:
@@ -419,6 +455,11 @@ class Converter:
         output["type"] = Leaf("syslog")
         output["address"] = Leaf(f"{host}:{port.value if port else 514}", get_origin(target))
         output["protocol"] = Leaf("tcp" if is_stream else "udp", protocol and get_origin(protocol))
+        mode = next((parameters[name] for name in _TLS_MODES if name in parameters), None)
+        if is_stream and mode is not None and mode.value != "0":
+            output["protocol"] = Leaf("tls", get_origin(mode))
+            advice = "set tls of the output: ca, and cert and key if the receiver asks for them"
+            self.draft.add_different(get_origin(mode), advice)
         if is_stream:
             is_counted = framing is not None and framing.value.lower() == "octet-counted"
             value = "octet" if is_counted else "newline"
@@ -433,7 +474,7 @@ class Converter:
         elif template is not None and template.value.lower() == "rsyslog_forwardformat":
             advice = "RFC 3164 has no fractions of a second; use format: rfc5424 for them"
             self.draft.add_different(get_origin(template), advice)
-        return {"target", "port", "protocol", "tcp_framing"}
+        return {"target", "port", "protocol", "tcp_framing", *_TLS_MODES}
 
     def _convert_file(self, parameters: Parameters, output: dict[str, Any]) -> set[str]:
         """Fill the output for ``omfile``; return the parameters that were read."""
@@ -463,13 +504,20 @@ class Converter:
         return name
 
 
+def _has_tls(parameters: Parameters, *, otherwise: bool) -> bool:
+    modes = [parameters[name].value for name in _TLS_MODES if name in parameters]
+    return modes[0] != "0" if modes else otherwise
+
+
 _DIRECTIVES: Final[Mapping[str, Callable[[Converter, Parameter], None]]] = {
     "actionname": Converter.set_name,
     "actionresumeinterval": Converter.set_lasting,
+    "actionsendstreamdrivermode": Converter.set_tls,
     "includeconfig": Converter.leave_files_out,
     "inputfilename": Converter.add_files,
     "inputptcpserverrun": Converter.listen_tcp,
     "inputtcpserverrun": Converter.listen_tcp,
+    "inputtcpserverstreamdrivermode": Converter.set_input_tls,
     "maxmessagesize": Converter.convert_global,
     "modload": Converter.load_module,
     "udpserveraddress": Converter.set_udp_address,
@@ -492,7 +540,8 @@ def convert_text(text: str, file: str) -> Draft:
         if parameter.name == "name"
     }
     chosen = _choose_ruleset(statements)
-    converter = Converter(draft, rulesets, chosen, frozenset(_find_calls(statements)))
+    start = statements if chosen is None else rulesets[chosen].body
+    converter = Converter(draft, rulesets, chosen, _find_called(start, rulesets))
     if chosen is None:
         converter.walk(statements, EVERY)
     else:
@@ -513,14 +562,20 @@ def _is_rule(statement: Statement) -> bool:
     return isinstance(statement, Condition | LegacyAction | Stop | Call)
 
 
-def _find_calls(statements: Iterable[Statement]) -> Iterator[str]:
-    for each in statements:
-        if isinstance(each, Call):
-            yield each.ruleset
-        elif isinstance(each, ObjectStatement):
-            yield from _find_calls(each.body)
-        elif isinstance(each, Condition):
-            yield from _find_calls([*each.then, *each.otherwise])
+def _find_called(
+    start: Iterable[Statement], rulesets: Mapping[str, ObjectStatement]
+) -> frozenset[str]:
+    """Return the rulesets that messages reach by ``call`` from these statements."""
+    found: set[str] = set()
+    waiting = list(start)
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Condition):
+            waiting += [*each.then, *each.otherwise]
+        elif isinstance(each, Call) and each.ruleset in rulesets.keys() - found:
+            found.add(each.ruleset)
+            waiting += rulesets[each.ruleset].body
+    return frozenset(found)
 
 
 def _choose_ruleset(statements: list[Statement]) -> str | None:
@@ -528,10 +583,10 @@ def _choose_ruleset(statements: list[Statement]) -> str | None:
     found: set[str | None] = set()
     names = set()
     for each in statements:
-        if isinstance(each, Directive) and each.name.lower().endswith("serverrun"):
-            found.add(None)
-        if isinstance(each, Directive) and "imuxsock" in each.value:
-            found.add(None)
+        if isinstance(each, Directive):
+            name = each.name.lower()
+            if name.endswith(("serverrun", "inputfilename")) or "imuxsock" in each.value:
+                found.add(None)
         if not isinstance(each, ObjectStatement):
             continue
         values = {parameter.name: parameter.value for parameter in each.parameters}
