@@ -216,6 +216,26 @@ def test_receiver_on_all_addresses_stays_reachable_and_is_listed() -> None:
     assert findings_of(draft, Verdict.DIFFERENT) == ["receiver.grpc.address"]
 
 
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ('receiver: {http: {address: ":4318"}, tls: {enabled: true}}', None),
+        ('receiver: {http: {address: ":4318"}, auth: {enabled: true}}', None),
+        ('receiver: {http: {address: ":4318"}}', "-receiver-auth-enabled=true"),
+    ],
+)
+def test_protected_receiver_is_not_opened_without_protection(text: str, flags: str | None) -> None:
+    made, draft = convert(text, flags)
+    assert made["inputs"] == [{"type": "otlp", "listen": "127.0.0.1:4318", "queue": "main"}]
+    assert "receiver.http.address" in findings_of(draft, Verdict.DIFFERENT)
+
+
+def test_encrypted_export_stays_encrypted() -> None:
+    for tls in ("insecure: false", "tls: {enabled: true}"):
+        made, _ = convert(f"exporter: {{endpoint: 'otel:4318', protocol: http, {tls}}}")
+        assert made["actions"][0]["output"]["url"] == "https://otel:4318"
+
+
 def test_grpc_endpoint_becomes_http_and_is_listed() -> None:
     made, draft = convert("exporter: {endpoint: otel:4317, insecure: false}")
     assert made["actions"][0]["output"]["url"] == "https://otel:4318"
@@ -255,7 +275,7 @@ def test_flags_win_over_the_file() -> None:
 
 
 def test_unknown_flag_is_listed() -> None:
-    _, draft = convert("{}", "-limits-dry-run=true -queue-max-size 7")
+    _, draft = convert("{}", "-limits-dry-run -queue-max-size 7")
     assert sorted(findings_of(draft)) == ["-limits-dry-run", "-queue-max-size"]
 
 

@@ -59,8 +59,10 @@ FLAGS: Final[Mapping[str, str]] = {
 
 _SWITCHES: Final = {flag for flag in FLAGS if flag.endswith(("-enabled", "-always-queue"))}
 """Flags that may stand without a value."""
-_SECRET: Final = re.compile("token|password|secret|headers|auth", re.IGNORECASE)
+_SECRET: Final = re.compile("token|password|secret|headers|username", re.IGNORECASE)
 _TRUTH: Final = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
+_PROTECTION: Final = ("tls.enabled", "auth.enabled")
+"""Switches of the receiver that protect it; without them in turnlane, it must not be public."""
 _DEFAULT_URL: Final = "http://127.0.0.1:4318"
 
 
@@ -132,7 +134,8 @@ def read_flags(text: str, name: str) -> dict[str, Entry]:
             raise ConfigError(name, f"{word!r} is not a flag; write -name value or -name=value")
         if not separator:
             is_alone = not words or (words[0].startswith("-") and not words[0][1:2].isdigit())
-            if flag in _SWITCHES and (is_alone or words[0].lower() not in _TRUTH):
+            is_switch = flag in _SWITCHES and (is_alone or words[0].lower() not in _TRUTH)
+            if is_switch or (is_alone and flag not in FLAGS):
                 value = "true"
             elif is_alone:
                 raise ConfigError(name, f"-{flag} has no value; write -{flag} value")
@@ -162,6 +165,12 @@ class Converter:
     def is_on(self, key: str, *, otherwise: bool) -> bool:
         """Whether a switch of the queue is on."""
         return _TRUTH.get(str(self.get(key, otherwise)).lower(), otherwise)
+
+    def has_switch(self, key: str, value: str) -> bool:
+        """Whether a switch outside of the queue has this value, in the file or as a flag."""
+        flag = "-" + key.replace(".", "-")
+        found = [self.entries[name].value for name in (key, flag) if name in self.entries]
+        return value in [str(each).lower() for each in found]
 
     @property
     def kind(self) -> str:
@@ -392,8 +401,9 @@ def _convert_limit_ratio(converter: Converter, entry: Entry) -> None:
 def _convert_endpoint(converter: Converter, entry: Entry) -> None:
     endpoint = str(entry.value)
     protocol = converter.entries.get("exporter.protocol")
-    has_tls = str(getattr(converter.entries.get("exporter.insecure"), "value", True)) == "False"
     if "://" not in endpoint:
+        has_tls = converter.has_switch("exporter.tls.enabled", "true")
+        has_tls = has_tls or converter.has_switch("exporter.insecure", "false")
         endpoint = f"{'https' if has_tls else 'http'}://{endpoint}"
     if protocol is None or str(protocol.value).lower() != "http":
         endpoint = re.sub(r":4317(?=/|$)", ":4318", endpoint)
@@ -418,9 +428,14 @@ def listen(kind: str) -> Rule:
         host, _, port = str(entry.value).rpartition(":")
         is_public = host in {"", "0.0.0.0", "[::]"}  # noqa: S104 - of the other program
         address = f"*:{port}" if is_public else str(entry.value)
+        is_open = not host.startswith(("127.", "localhost", "[::1]"))
+        if is_open and any(converter.has_switch(f"receiver.{key}", "true") for key in _PROTECTION):
+            advice = f"only this machine reaches it: add tls and tokens, then listen on {address}"
+            converter.draft.add_different(entry.origin, advice)
+            address, is_open = f"127.0.0.1:{port}", False
         made: dict[str, Any] = {"type": Leaf(kind), "listen": Leaf(address, entry.origin)}
         made["queue"] = Leaf("main")
-        if not host.startswith(("127.", "localhost", "[::1]")):
+        if is_open:
             made["insecure"] = Leaf(value=True, comment="add tls and tokens, and remove this")
             converter.draft.add_different(
                 entry.origin,
