@@ -146,8 +146,13 @@ def test_clients_with_different_framings_are_served_together(host: Node) -> None
     assert Counter(event.value for event in read_events(host.queue("main"))) == Counter(sent)
 
 
-def test_garbage_is_published_and_does_not_affect_others(host: Node) -> None:
-    garbage = bytes(range(256)) * 40 + b"99999999999 <x\n0 <1>\n-5 <2>\n12 \n" + b"\xff\x00\n" * 9
+def test_garbage_after_a_message_is_published_and_does_not_affect_others(host: Node) -> None:
+    garbage = (
+        b"<13>first\n"
+        + bytes(range(256)) * 40
+        + b"99999999999 <x\n0 <1>\n-5 <2>\n12 \n"
+        + b"\xff\x00\n" * 9
+    )
     with run_syslog(host, tcp=ANYWHERE) as source, connect_to(source) as good:
         send(source, garbage)
         good.sendall(b"<13>after the garbage\n")

@@ -6,6 +6,7 @@ under pressure can shed the least important messages.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -67,6 +68,82 @@ def read_priorities(values: pa.BinaryArray) -> tuple[Numbers, npt.NDArray[np.uin
     priority = np.where(long, np.uint16(10) * two_digits + hundreds, priority)
     width = np.uint8(3) * short + np.uint8(4) * middle + np.uint8(5) * long
     return priority, width * ((less == _LESS) & (width <= np.diff(bounds)))
+
+
+# ── streams that are not syslog ────────────────────────────────────────────────────────────────
+
+FOREIGN_HEAD_BYTES: Final = 256
+"""How many first bytes of a stream tell whether it is syslog."""
+
+_SYSLOG_START: Final = re.compile(rb"<[0-9]{1,3}>|[1-9][0-9]{0,8} <")
+_FOREIGN_STARTS: Final = (
+    ("tls", "looks like TLS; send it to the `tls` address", rb"\x16\x03[\x00-\x04]"),
+    (
+        "http",
+        "looks like HTTP; send it to an input of type `http`",
+        rb"[A-Z]{3,7} \S+ HTTP/[0-9](?:\.[0-9])?\r\n(?:[!-9;-~]+:|\r\n)",
+    ),
+    ("beats", "looks like the protocol of Beats and Logstash", rb"(?s:2W....2[CJD])"),
+)
+_FOREIGN_PATTERNS: Final = [
+    (reason, hint, re.compile(start)) for reason, hint, start in _FOREIGN_STARTS
+]
+_FORWARD_START: Final = re.compile(rb"[\x92-\x94](?:([\xa1-\xbf])|\xd9([\x01-\xff]))")
+_MIN_CONTROLS: Final = 3
+_CONTROL_BYTES: Final = bytes([*range(7), *range(0x0E, 0x1B)])
+"""Control characters other than white space, bell, backspace, escape and the four separators."""
+
+
+class ForeignStream(NamedTuple):
+    """Why bytes are no syslog messages."""
+
+    reason: str
+    """The reason in metrics."""
+    hint: str
+    """The reason in logs, and what to do."""
+
+
+BINARY: Final = ForeignStream("binary", "looks like binary data")
+
+
+def recognize_foreign(head: bytes) -> ForeignStream | None:
+    """Return why the first bytes of a stream, or of a datagram, cannot be syslog; ``None`` if not.
+
+    Lines of text without ``<PRI>`` are syslog, in any encoding that extends ASCII.
+    """
+    if _SYSLOG_START.match(head):
+        return None
+    for reason, hint, pattern in _FOREIGN_PATTERNS:
+        if pattern.match(head):
+            return ForeignStream(reason, hint)
+    if _is_forward_protocol(head):
+        return ForeignStream("fluentd", "looks like Fluentd's forward protocol")
+    return BINARY if is_binary(head) else None
+
+
+def is_binary(head: bytes) -> bool:
+    """Whether bytes without ``<PRI>`` are not text.
+
+    Some text has control characters: colours, field separators, a NUL at the end of lines. Only
+    binary data has several different ones.
+    """
+    rest = head.translate(None, _CONTROL_BYTES)
+    if len(head) - len(rest) < _MIN_CONTROLS:
+        return False
+    return len(set(head)) - len(set(rest)) >= _MIN_CONTROLS
+
+
+def _is_forward_protocol(head: bytes) -> bool:
+    """Whether a MessagePack array begins that has a tag, and then neither text nor a small number.
+
+    The second element is a time, an array of events, or bytes: all begin with a byte above 127.
+    """
+    found = _FORWARD_START.match(head)
+    if found is None:
+        return False
+    size = found[2][0] if found[1] is None else found[1][0] - 0xA0
+    tag, after = head[found.end() : found.end() + size], head[found.end() + size :]
+    return len(tag) == size and tag.isascii() and bool(after) and after[0] > 0x7F
 
 
 # ── events as messages, a block at a time ─────────────────────────────────────────────────────

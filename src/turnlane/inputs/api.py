@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import abc
 import threading
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -68,6 +69,8 @@ class Counters:
     """Events dropped because the queue was full, by inputs that cannot wait."""
     connections: int = 0
     """Connections open at this moment."""
+    invalid_reasons: Counter[str] = field(default_factory=Counter)
+    """The part of ``invalid`` whose reason the input tells, by reason."""
 
 
 class Input(Closeable):
@@ -88,6 +91,13 @@ class Input(Closeable):
         with self._counters_lock:
             for name, amount in amounts.items():
                 setattr(self.counters, name, getattr(self.counters, name) + amount)
+
+    def count_invalid(self, reason: str, amount: int = 1) -> None:
+        """Add to the counters of invalid requests or messages, from any thread."""
+        if amount:
+            with self._counters_lock:
+                self.counters.invalid += amount
+                self.counters.invalid_reasons[reason] += amount
 
     @property
     def address(self) -> str | None:

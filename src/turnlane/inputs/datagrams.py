@@ -24,9 +24,9 @@ from pydantic import Field
 
 from turnlane.errors import AddressTaken, ConfigError
 from turnlane.formats.lines import trim_ends
-from turnlane.formats.syslog import parse_severities
+from turnlane.formats.syslog import BINARY, FOREIGN_HEAD_BYTES, is_binary, parse_severities
 from turnlane.inputs.api import Host, Input, InputSettings
-from turnlane.inputs.publishers import FireAndForgetPublisher, ReceiveBuffer
+from turnlane.inputs.publishers import WARN_SECONDS, FireAndForgetPublisher, ReceiveBuffer
 from turnlane.logs import get_logger
 from turnlane.queues.api import FlowControl
 from turnlane.runtime import create_thread
@@ -39,6 +39,7 @@ MAX_DATAGRAM_BYTES: Final = 1 << 18
 READ_BYTES: Final = 1 << 20
 MAX_BLOCK_DATAGRAMS: Final = 4_096
 """The most datagrams and bytes of a block: so no message waits long for others."""
+_LESS: Final = ord("<")
 _SO_RCVBUFFORCE: Final = 33
 _SO_MEMINFO: Final = 55
 _MEMINFO: Final = struct.Struct("9I")
@@ -74,6 +75,7 @@ class DatagramReader:
         self._longest = longest
         self._buffer = ReceiveBuffer(READ_BYTES + MAX_DATAGRAM_BYTES, parse_severities)
         self._system_drops = 0
+        self._next_warning = float("-inf")
         self._waker, self._wake_end = os.pipe()
         self._stopping = threading.Event()
         self._deadline = float("inf")
@@ -120,8 +122,8 @@ class DatagramReader:
     def _read_available(self) -> int:
         """Publish the datagrams that have arrived, as one block; return how many bytes."""
         space = self._buffer.get_space()
-        ends, sources, cut = [0], list[str | None](), 0
-        while len(ends) < MAX_BLOCK_DATAGRAMS and ends[-1] < READ_BYTES:
+        ends, sources, cut, refused = [0], list[str | None](), 0, 0
+        while len(ends) < MAX_BLOCK_DATAGRAMS and ends[-1] + refused < READ_BYTES:
             try:
                 size, source, truncated = self._receive(space[ends[-1] :])
             except (BlockingIOError, InterruptedError):
@@ -130,12 +132,27 @@ class DatagramReader:
                 log.info("input.receive_failed", input=self._owner.settings.label, error=error)
                 break
             start, end = ends[-1], ends[-1] + size
+            if size and space[start] != _LESS and self._is_refused(space[start:end], source):
+                refused += size  # the next datagram takes its place
+                continue
             bounds = [*range(start + self._longest, end, self._longest), end]
             ends += bounds
             sources += [source] * len(bounds)
             cut += truncated or len(bounds) > 1
         self._publish(ends, sources, cut)
-        return ends[-1]
+        self._owner.count(bytes=refused)
+        return ends[-1] + refused
+
+    def _is_refused(self, datagram: memoryview, source: str | None) -> bool:
+        """Whether a datagram without ``<PRI>`` is binary data, which is counted and left out."""
+        if not is_binary(bytes(datagram[:FOREIGN_HEAD_BYTES])):
+            return False
+        self._owner.count_invalid(BINARY.reason)
+        if time.monotonic() >= self._next_warning:
+            self._next_warning = time.monotonic() + WARN_SECONDS
+            label, hint = self._owner.settings.label, BINARY.hint
+            log.warning("input.datagram_invalid", input=label, source=source, hint=hint)
+        return True
 
     def _publish(self, ends: list[int], sources: list[str | None], cut: int) -> None:
         bounds = np.array(ends)
@@ -148,8 +165,9 @@ class DatagramReader:
         full = final > starts
         named = [source for source, kept in zip(sources, full, strict=True) if kept]
         self._buffer.add_from_sources(starts[full], final[full], used, named, [1] * len(named))
-        invalid = len(sources) - len(named) + cut
-        self._owner.count(bytes=used, invalid=invalid, dropped=self._count_system_drops())
+        self._owner.count_invalid("empty", len(sources) - len(named))
+        self._owner.count_invalid("too_long", cut)
+        self._owner.count(bytes=used, dropped=self._count_system_drops())
         block = self._buffer.take_block()
         if block is not None:
             self.publisher.publish(block)

@@ -4,6 +4,9 @@ In a round, every ready connection is read once, into one shared buffer, and all
 become one block of the queue. So an idle connection costs a socket and a small object, and a busy
 connection cannot starve the others. While the queue has no room, no connection is read: the TCP
 windows close, and the senders wait.
+
+A connection opens with a PROXY header and a TLS handshake, as the settings say. Then its first
+bytes are checked: the connection of a client that speaks another protocol is closed.
 """
 
 from __future__ import annotations
@@ -25,12 +28,23 @@ from dataclasses import dataclass
 from typing import Final
 
 from turnlane.formats.framing import Framing, find_messages
-from turnlane.formats.syslog import parse_severities
+from turnlane.formats.syslog import (
+    FOREIGN_HEAD_BYTES,
+    ForeignStream,
+    parse_severities,
+    recognize_foreign,
+)
 from turnlane.inputs.api import Input
 from turnlane.inputs.publishers import FireAndForgetPublisher, ReceiveBuffer
 from turnlane.logs import get_logger
 from turnlane.runtime import create_thread
 from turnlane.serving.address import normalize_host
+from turnlane.serving.proxy_header import (
+    HEADER_SECONDS,
+    InvalidProxyHeader,
+    ProxyHeaderReader,
+    is_proxy_header,
+)
 
 log = get_logger(__name__)
 
@@ -67,6 +81,8 @@ class StreamLimits:
     max_connections: int
     idle_seconds: float | None
     message_seconds: float
+    proxy_protocol: bool = False
+    """Whether every connection begins with a PROXY header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +98,33 @@ class StreamConnection:
     """A client, and the beginning of its next message."""
 
     socket: socket.socket
+    number: int
+    """The file descriptor, also after the socket was wrapped or closed."""
     source: str
-    in_handshake: bool
-    """Whether its TLS handshake is not complete."""
+    tls: ssl.SSLContext | None
+    header: ProxyHeaderReader | None
+    """Reads the PROXY header, until it is complete."""
     last_read: float
+    in_handshake: bool = False
+    """Whether its TLS handshake has begun and is not complete."""
+    is_checked: bool = False
+    """Whether enough bytes have arrived to tell that they are syslog."""
     rest: bytes = b""
     inside: int = 0
     """The state of :func:`find_messages`."""
     message_started: float | None = None
     """When the message began that is not complete."""
     has_ended: bool = False
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether its PROXY header or its TLS handshake is not complete."""
+        return self.header is not None or self.in_handshake or self.needs_tls
+
+    @property
+    def needs_tls(self) -> bool:
+        """Whether its TLS handshake has not begun."""
+        return self.tls is not None and not isinstance(self.socket, ssl.SSLSocket)
 
     def keep_rest(self, rest: bytes, inside: int, *, is_new: bool) -> None:
         """Keep the received part of a message; ``is_new`` if another message ended before it."""
@@ -118,6 +151,14 @@ class StreamConnection:
         return started is not None and started < moment and not self.count_unread()
 
 
+def recognize_stream(head: bytes) -> ForeignStream | None:
+    """Return why the first bytes of a connection are not syslog; ``None`` if they may be."""
+    if is_proxy_header(head):
+        hint = "looks like the PROXY protocol of a balancer; set `proxy_protocol: true`"
+        return ForeignStream("proxy_header", hint)
+    return recognize_foreign(head)
+
+
 class StreamConnections:
     """All connections of some listeners. Only :meth:`wake` may be called from other threads."""
 
@@ -130,7 +171,7 @@ class StreamConnections:
         self._limits = limits
         self._open: OrderedDict[int, StreamConnection] = OrderedDict()
         """By file descriptor; the longest silent connection is first."""
-        self._handshakes: set[StreamConnection] = set()
+        self._opening: set[StreamConnection] = set()
         self._epoll = select.epoll()
         self._waker, self._wake_end = os.pipe()
         self._epoll.register(self._waker, select.EPOLLIN)
@@ -169,7 +210,7 @@ class StreamConnections:
 
     def is_open(self, connection: StreamConnection) -> bool:
         """Whether the connection was not closed."""
-        return connection.socket.fileno() in self._open
+        return self._open.get(connection.number) is connection
 
     def poll(self, timeout: float | None) -> list[StreamConnection]:
         """Wait for connections with something to read, and accept new ones."""
@@ -186,14 +227,14 @@ class StreamConnections:
     def mark_read(self, connection: StreamConnection) -> None:
         """Note that a connection is not idle."""
         connection.last_read = time.monotonic()
-        self._open.move_to_end(connection.socket.fileno())
+        self._open.move_to_end(connection.number)
 
     def drop(self, connection: StreamConnection) -> None:
         """Close a connection."""
-        number = connection.socket.fileno()
-        del self._open[number]
-        self._handshakes.discard(connection)
-        self._epoll.unregister(number)
+        del self._open[connection.number]
+        self._opening.discard(connection)
+        if connection.socket.fileno() >= 0:  # or TLS has closed it: the client is gone
+            self._epoll.unregister(connection.number)
         if isinstance(connection.socket, ssl.SSLSocket) and not connection.in_handshake:
             with contextlib.suppress(OSError, ValueError):  # sends the close alert; does not wait
                 connection.socket.unwrap()
@@ -209,9 +250,12 @@ class StreamConnections:
         if self._paused_until and now >= self._paused_until:
             self._paused_until = 0.0
             self._watch_listeners(select.EPOLLIN)
-        for connection in [*self._handshakes]:
-            if connection.is_silent_since(now - HANDSHAKE_SECONDS):
-                self._refuse(connection, f"no TLS handshake within {HANDSHAKE_SECONDS:g} seconds")
+        for connection in [*self._opening]:
+            step, seconds = "TLS handshake", HANDSHAKE_SECONDS
+            if connection.header is not None:
+                step, seconds = "PROXY header", HEADER_SECONDS
+            if connection.is_silent_since(now - seconds):
+                self._refuse(connection, f"no {step} within {seconds:g} seconds")
         # While the queue is full no connection is read, so unread bytes do not count as silence.
         oldest = now - self._limits.message_seconds
         expired = [each for each in self._open.values() if each.is_unfinished_since(oldest)]
@@ -250,40 +294,92 @@ class StreamConnections:
     def _admit(self, accepted: socket.socket, source: str, tls: ssl.SSLContext | None) -> None:
         accepted.setblocking(False)  # noqa: FBT003 - the socket's own interface
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if tls is not None:
-            try:
-                accepted = tls.wrap_socket(
-                    accepted, server_side=True, do_handshake_on_connect=False
-                )
-            except OSError as error:  # reset by the client
-                log.info("input.connection_lost", input=self._label, source=source, error=error)
-                accepted.close()
-                return
-        connection = StreamConnection(accepted, source, tls is not None, time.monotonic())
-        self._open[accepted.fileno()] = connection
-        self._epoll.register(accepted.fileno(), select.EPOLLIN)
-        if tls is not None:
-            self._handshakes.add(connection)
+        header = ProxyHeaderReader() if self._limits.proxy_protocol else None
+        number = accepted.fileno()
+        connection = StreamConnection(accepted, number, source, tls, header, time.monotonic())
+        self._open[number] = connection
+        self._epoll.register(number, select.EPOLLIN)
+        if connection.is_opening:
+            self._opening.add(connection)
         self._owner.count(connections=1)
 
-    def continue_handshake(self, connection: StreamConnection) -> bool:
-        """Continue a TLS handshake; true if it is done. A failed one closes the connection."""
+    def continue_opening(self, connection: StreamConnection) -> bool:
+        """Continue with PROXY header and TLS handshake; true if both are done.
+
+        If one of them fails, the connection is closed.
+        """
+        try:
+            if connection.header is not None and not self._read_header(connection):
+                return False
+            if connection.needs_tls and not self._start_tls(connection):
+                return False
+            if connection.in_handshake and not self._continue_handshake(connection):
+                return False
+        except (OSError, ValueError) as error:
+            self._refuse(connection, str(error))
+            return False
+        self._opening.discard(connection)
+        return True
+
+    def _read_header(self, connection: StreamConnection) -> bool:
+        """Read the PROXY header; true if it is complete."""
+        assert connection.header is not None
+        try:
+            header = connection.header.receive(connection.socket)
+        except InvalidProxyHeader as error:
+            if connection.header.has_begun:
+                hint = f"{error}; `proxy_protocol` needs one from every client"
+                self.refuse_foreign(connection, ForeignStream("proxy_header", hint))
+            self.drop(connection)  # without a word if it has sent nothing: a balancer's check
+            return False
+        if header is None:
+            return False
+        if header.client is not None:
+            connection.source = header.client[0]
+        connection.header = None
+        connection.last_read = time.monotonic()
+        return True
+
+    def _start_tls(self, connection: StreamConnection) -> bool:
+        """Begin the TLS handshake, if the first bytes have arrived and may be TLS."""
+        assert connection.tls is not None
+        try:
+            head = connection.socket.recv(FOREIGN_HEAD_BYTES, socket.MSG_PEEK)
+        except WOULD_BLOCK:
+            return False
+        foreign = recognize_stream(head)
+        if foreign is not None and foreign.reason != "tls":
+            self.refuse_foreign(connection, foreign)
+            self.drop(connection)
+            return False
+        connection.socket = connection.tls.wrap_socket(
+            connection.socket, server_side=True, do_handshake_on_connect=False
+        )
+        connection.in_handshake = True
+        return True
+
+    def _continue_handshake(self, connection: StreamConnection) -> bool:
+        """Continue a TLS handshake; true if it is done."""
         assert isinstance(connection.socket, ssl.SSLSocket)
-        number = connection.socket.fileno()
+        number = connection.number
         try:
             connection.socket.do_handshake()
         except ssl.SSLWantReadError:
             self._epoll.modify(number, select.EPOLLIN)
+            return False
         except ssl.SSLWantWriteError:
             self._epoll.modify(number, select.EPOLLIN | select.EPOLLOUT)
-        except (OSError, ValueError) as error:
-            self._refuse(connection, str(error))
-        else:
-            self._epoll.modify(number, select.EPOLLIN)
-            connection.in_handshake = False
-            self._handshakes.discard(connection)
-            return True
-        return False
+            return False
+        self._epoll.modify(number, select.EPOLLIN)
+        connection.in_handshake = False
+        return True
+
+    def refuse_foreign(self, connection: StreamConnection, foreign: ForeignStream) -> None:
+        """Log and count a client that does not speak syslog; the caller closes the connection."""
+        source = connection.source
+        hint = foreign.hint
+        log.warning("input.connection_invalid", input=self._label, source=source, hint=hint)
+        self._owner.count_invalid(foreign.reason)
 
     def _refuse(self, connection: StreamConnection, reason: str) -> None:
         source = connection.source
@@ -356,7 +452,7 @@ class StreamReader:
         """Read each connection once and publish all messages."""
         share = max(MIN_SHARE_BYTES, READ_BYTES // max(1, len(ready)))
         for connection in ready:
-            if connection.in_handshake and not self._connections.continue_handshake(connection):
+            if connection.is_opening and not self._connections.continue_opening(connection):
                 continue
             self._receive(connection, share)
         self._publish()
@@ -397,6 +493,14 @@ class StreamReader:
         return count
 
     def _find_messages(self, connection: StreamConnection, buffer: memoryview, count: int) -> None:
+        if not connection.is_checked:
+            foreign = recognize_stream(bytes(buffer[:FOREIGN_HEAD_BYTES]))
+            if foreign is not None:
+                self._connections.refuse_foreign(connection, foreign)
+                connection.keep_rest(b"", 0, is_new=True)
+                connection.has_ended = True
+                self._owner.count(bytes=count)
+                return
         try:
             found = find_messages(
                 buffer,
@@ -409,13 +513,17 @@ class StreamReader:
             log.exception("input.framing_failed", input=self._label, source=connection.source)
             connection.keep_rest(b"", 0, is_new=True)
             connection.has_ended = True
-            self._owner.count(bytes=count, invalid=1)
+            self._owner.count(bytes=count)
+            self._owner.count_invalid("framing")
             return
         rest = bytes(buffer[found.used :])
         connection.keep_rest(rest, found.inside, is_new=len(found.starts) > 0)
+        connection.is_checked = found.used > 0 or len(rest) >= FOREIGN_HEAD_BYTES
         self._connections.mark_read(connection)
         self._buffer.add(found.starts, found.ends, found.used, connection.source)
-        self._owner.count(bytes=count, invalid=found.oversize + found.malformed)
+        self._owner.count(bytes=count)
+        self._owner.count_invalid("too_long", found.oversize)
+        self._owner.count_invalid("framing", found.malformed)
 
     def _publish(self) -> None:
         block = self._buffer.take_block()
@@ -427,7 +535,7 @@ class StreamReader:
         waiting = {
             each: each.count_unread()
             for each in self._connections.list_all()
-            if not each.in_handshake
+            if not each.is_opening
         }
         while waiting and time.monotonic() < self._deadline and not self.publisher.has_failed:
             waiting = {

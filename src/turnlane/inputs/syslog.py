@@ -68,6 +68,11 @@ class SyslogSettings(InputSettings):
         gt=0,
         description="Close a connection that needs longer for one message; keep the received part.",
     )
+    proxy_protocol: bool = Field(
+        default=False,
+        description="Every TCP and TLS connection begins with a PROXY header (version 1 or 2), "
+        "whose client is the `source` of its events.",
+    )
     receive_buffer: Size = Field(
         8 << 20,
         description="How many bytes of unread UDP datagrams the operating system should hold.",
@@ -147,6 +152,7 @@ class SyslogInput(Input):
                 settings.max_connections,
                 settings.idle_timeout,
                 settings.message_timeout,
+                settings.proxy_protocol,
             )
             self._readers.append(StreamReader(self, publisher, listeners, limits))
 

@@ -203,6 +203,12 @@ class InputCounters(Protocol):
     connections: int
 
 
+class ReasonedCounters(InputCounters, Protocol):
+    """The same counters, with the reasons of invalid messages."""
+
+    invalid_reasons: Counter[str]
+
+
 class LabelledSettings(Protocol):
     """The settings of an input, as far as its metrics need them."""
 
@@ -216,7 +222,7 @@ class CountedInput(Protocol):
     @property
     def settings(self) -> LabelledSettings: ...
     @property
-    def counters(self) -> InputCounters: ...
+    def counters(self) -> ReasonedCounters: ...
 
 
 _QUEUE_GAUGES: Final[MetricTable[Stats]] = {
@@ -334,12 +340,22 @@ class NodeCollector(Collector):
         )
         # Several inputs may have the same label, but a series may exist only once.
         totals: dict[str, Counter[str]] = {}
+        reasons: Counter[tuple[str, str]] = Counter()
         for each in self._inputs:
-            total = totals.setdefault(each.settings.label, Counter())
+            label = each.settings.label
+            total = totals.setdefault(label, Counter())
             for name in InputCounters.__annotations__:
                 total[name] += getattr(each.counters, name)
+            for reason, count in dict(each.counters.invalid_reasons).items():
+                reasons[label, reason] += count
         inputs = [([label], total) for label, total in totals.items()]
         yield from build_metrics(_INPUT_GAUGES, _INPUT_COUNTERS, ["input"], inputs)
+        yield build_counter(
+            "input_invalid_reasons",
+            "Invalid messages and connections, by reason, of inputs that tell the reason.",
+            ["input", "reason"],
+            [([label, reason], count) for (label, reason), count in sorted(reasons.items())],
+        )
 
     def _collect_queue_metrics(self) -> Iterator[Metric]:
         queues = [queue for _, queue in sorted(self._node.queues().items())]
