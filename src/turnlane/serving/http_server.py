@@ -15,12 +15,13 @@ bound, read the changes of these classes first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, Self, TypeVar
 
 import anyio
@@ -37,6 +38,13 @@ from turnlane.serving.address import Address
 from turnlane.serving.auth import TlsSettings
 from turnlane.serving.body_budget import BodyBudget
 from turnlane.serving.http_body import BODY_SHARE
+from turnlane.serving.proxy_header import (
+    HEADER_SECONDS,
+    InvalidProxyHeader,
+    ProxyHeader,
+    ProxyHeaderReader,
+    is_proxy_header,
+)
 from turnlane.units import Duration, Size
 
 log = get_logger(__name__)
@@ -52,7 +60,7 @@ UVICORN_INTERNALS: Final = {
         *("connection_made", "data_received", "pause_writing", "resume_writing", "shutdown"),
         *("on_message_begin", "on_header", "on_headers_complete", "on_body"),
         *("on_message_complete", "on_response_complete"),
-        *("loop", "transport", "connections", "cycle", "headers", "url"),
+        *("loop", "transport", "connections", "client", "cycle", "headers", "url"),
     ),
     "RequestResponseCycle": ("more_body", "response_complete"),
     "Server": (
@@ -70,6 +78,9 @@ _MIN_BODY_BYTES: Final = 64 * 1024
 
 _BUSY: Final = "too many connections"
 _LARGE: Final = "the request's headers are too large"
+_PROXIED: Final = "the connection begins with a PROXY header; set `proxy_protocol: true`"
+_ACCEPT_PAUSE_SECONDS: Final = 1.0
+"""How long to accept no connections after a failure: most likely no file descriptors are left."""
 
 
 class WebSettings(BaseModel):
@@ -93,6 +104,11 @@ class WebSettings(BaseModel):
     max_connections: int = Field(default=1000, ge=1, description="The most connections at a time.")
     idle_timeout: Duration = Field(
         default=60.0, gt=0, description="How long a client may keep the server waiting."
+    )
+    proxy_protocol: bool = Field(
+        default=False,
+        description="Every connection begins with a PROXY header (version 1 or 2) of a balancer, "
+        "which tells the address of the client.",
     )
 
 
@@ -139,9 +155,15 @@ class ThreadLimiterByQueue:
 class HttpConnection(HttpToolsProtocol):
     """A connection with a deadline for the next bytes of its client. Only the loop uses it."""
 
-    def __init__(self, limits: WebSettings, **parts: Any) -> None:
+    def __init__(
+        self, limits: WebSettings, proxied: tuple[str, int] | None = None, **parts: Any
+    ) -> None:
+        """``proxied`` is the client that a balancer named."""
         super().__init__(**parts)
         self.limits = limits
+        self._proxied = proxied
+        self._is_new = True
+        """Whether no bytes have arrived."""
         self._deadline = _NEVER
         self._in_headers = True
         """Whether the next bytes belong to the headers of a request."""
@@ -158,12 +180,18 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.client = self._proxied or self.client
         self._restart_deadline()
         if len(self.connections) > self.limits.max_connections:
             self._refuse(b"503 Service Unavailable", _BUSY, b"retry-after: 1\r\n")
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
+            return
+        is_new, self._is_new = self._is_new, False
+        if is_new and is_proxy_header(data):
+            log.warning("web.connection_invalid", client=self.client, hint=_PROXIED)
+            self._refuse(b"400 Bad Request", _PROXIED)
             return
         self._head_bytes += len(data)
         super().data_received(data)
@@ -337,6 +365,8 @@ class _UvicornServer(uvicorn.Server):
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_event = asyncio.Event()
+        self._proxied_tasks: set[asyncio.Task[None]] = set()
+        """Accept connections of balancers, and read their PROXY headers."""
 
     def run_on(self, bound: socket.socket) -> None:
         """Serve until :meth:`begin_stop`. Sets ``ready`` once it listens or has failed."""
@@ -370,10 +400,19 @@ class _UvicornServer(uvicorn.Server):
         if self._tls is not None:
             limits["ssl_handshake_timeout"] = self._settings.idle_timeout
             limits["ssl_shutdown_timeout"] = min(self._settings.idle_timeout, _ABORT_SECONDS)
-        self.servers = [
-            await loop.create_server(make, sock=each, ssl=self._tls, backlog=BACKLOG, **limits)
-            for each in sockets or ()
-        ]
+        self.servers = []
+        for each in sockets or ():
+            if self._settings.proxy_protocol:
+                each.setblocking(False)  # noqa: FBT003 - the socket's own interface
+                each.listen(BACKLOG)
+                connect = functools.partial(self._connect_proxied, make, limits)
+                self._keep_task(self._accept_proxied(each, connect))
+            else:
+                self.servers.append(
+                    await loop.create_server(
+                        make, sock=each, ssl=self._tls, backlog=BACKLOG, **limits
+                    )
+                )
         self.started = True
         self.ready.set()
 
@@ -391,6 +430,10 @@ class _UvicornServer(uvicorn.Server):
                 continue
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        proxied = list(self._proxied_tasks)
+        for task in proxied:
+            task.cancel()
+        await asyncio.gather(*proxied, return_exceptions=True)
         await super().shutdown(sockets)
         # Abort the connections that are still open: a transport must not outlive its loop.
         for connection in list(self.server_state.connections):
@@ -398,3 +441,69 @@ class _UvicornServer(uvicorn.Server):
                 connection.transport.abort()
         while self.server_state.connections:  # noqa: ASYNC110 - the next turn of the loop removes them
             await asyncio.sleep(0)
+
+    # ── connections of balancers ────────────────────────────────────────────────────────────────
+    # The header comes before a TLS handshake, so asyncio gets a connection only after it.
+
+    def _keep_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._proxied_tasks.add(task)
+        task.add_done_callback(self._proxied_tasks.discard)
+
+    async def _accept_proxied(
+        self,
+        listener: socket.socket,
+        connect: Callable[[socket.socket, object], Coroutine[Any, Any, None]],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, peer = await loop.sock_accept(listener)
+            except ConnectionError:
+                continue  # closed by the client before it was accepted
+            except OSError as error:
+                log.warning("web.accept_failed", error=error)
+                await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
+                continue
+            if len(self._proxied_tasks) > self._settings.max_connections:
+                accepted.close()
+            else:
+                self._keep_task(connect(accepted, peer))
+
+    async def _connect_proxied(
+        self,
+        make: Callable[..., asyncio.Protocol],
+        limits: dict[str, Any],
+        accepted: socket.socket,
+        peer: object,
+    ) -> None:
+        """Read the header of a connection, and hand the connection over to HTTP."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(accepted.close)
+            header = await _read_proxy_header(accepted, peer)
+            if header is None:
+                return
+            stack.pop_all()  # the transport closes it from here
+        with contextlib.suppress(OSError):  # the TLS handshake has failed
+            await asyncio.get_running_loop().connect_accepted_socket(
+                functools.partial(make, proxied=header.client), accepted, ssl=self._tls, **limits
+            )
+
+
+async def _read_proxy_header(accepted: socket.socket, peer: object) -> ProxyHeader | None:
+    """Return the header of a connection; ``None`` if there is no valid one in time."""
+    reader = ProxyHeaderReader()
+    error: Exception | str
+    try:
+        async with asyncio.timeout(HEADER_SECONDS):
+            while (header := reader.receive(accepted)) is None:
+                await anyio.wait_readable(accepted)
+        return header
+    except TimeoutError:
+        error = f"no PROXY header within {HEADER_SECONDS:g} seconds"
+    except (InvalidProxyHeader, OSError) as refused:
+        if not reader.has_begun:
+            return None  # a balancer that checks whether the server is alive may send nothing
+        error = refused
+    log.warning("web.connection_invalid", client=peer, error=error)
+    return None
