@@ -19,6 +19,7 @@ class Outcome(enum.StrEnum):
     CLOSED = "closed"
     CORRUPT = "corrupt"
     MISSING = "missing"
+    CANCELLED = "cancelled"
 
     @property
     def is_drop(self) -> bool:
@@ -48,7 +49,7 @@ class Ledger:
     delivered: int
     dead: int
     dropped: Mapping[str, int]
-    """By reason: newest, oldest, severity, sampled, closed, corrupt, missing."""
+    """By reason: newest, oldest, severity, sampled, closed, corrupt, missing, cancelled."""
     pending: int
     """Waiting, or in flight and not yet settled."""
 

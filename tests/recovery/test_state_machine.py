@@ -57,6 +57,8 @@ class QueueMachine(RuleBasedStateMachine):
     """Whether everything published is persisted in the end, without a consumer."""
     keeps_offsets = False
     """Whether a settled offset is never given to another event, even after a crash."""
+    cancels_all: ClassVar[bool | None] = False
+    """Whether a cancel takes all unread events, or none; ``None``: those that are in memory."""
 
     @initialize(lazy=st.booleans())
     def start(self, lazy: bool) -> None:
@@ -93,6 +95,7 @@ class QueueMachine(RuleBasedStateMachine):
             level: self.queue.producer(ack=level, on_ack=acks) for level, acks in self.acks.items()
         }
         self.published: dict[str, list[int]] = {PERSISTED: [], DELIVERED: []}
+        self.cancelled = {PERSISTED: 0, DELIVERED: 0}
 
     def opened(self) -> BufferedQueue:
         more: dict[str, Any] = {"path": self.path, "disk": self.disk} if self.durable else {}
@@ -195,6 +198,20 @@ class QueueMachine(RuleBasedStateMachine):
         if done is not None:
             self.accept(level, new)
 
+    @rule(level=levels)
+    def cancel(self, level: str) -> None:
+        """Take back the unread events of a producer, and make another one."""
+        mine = set(self.published[level]) & set(self.fresh())
+        self.producers[level].close(cancel=True)
+        taken = {at for at in mine if self.queue.is_settled(at, at + 1)}
+        if self.cancels_all is not None:
+            assert taken == (mine if self.cancels_all else set())
+        self.outcomes |= dict.fromkeys(taken, Outcome.CANCELLED)
+        self.cancelled[level] += len(taken)
+        self.published[level] = [at for at in self.published[level] if at not in taken]
+        on_ack = self.acks[level]
+        self.producers[level] = self.queue.producer(ack=level, on_ack=on_ack)
+
     # Consuming
 
     @rule(limit=st.integers(1, 40))
@@ -296,6 +313,9 @@ class QueueMachine(RuleBasedStateMachine):
         low = self.low
         settled = sum(at < low for at in self.published[DELIVERED])
         self.acks[DELIVERED].wait_for(settled)
+        if low == len(self.events):
+            dropped = self.cancelled[DELIVERED]
+            wait_until(lambda: self.acks[DELIVERED].dropped == dropped, "acks of cancelled events")
         settled = sum(at < low for at in self.published[PERSISTED])
         wait_until(lambda: self.acks[PERSISTED].count >= settled, f"{settled} acks")
 
@@ -414,6 +434,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert stats.ledger.delivered == tally[Outcome.DELIVERED]
         assert stats.ledger.dead == tally[Outcome.DEAD]
         assert stats.ledger.dropped.get("missing", 0) == tally[Outcome.MISSING]
+        assert stats.ledger.dropped.get("cancelled", 0) == tally[Outcome.CANCELLED]
         assert stats.ledger.pending == self.pending
         assert stats.in_flight == len(self.held)
         assert self.queue.low == self.low
@@ -430,7 +451,8 @@ class QueueMachine(RuleBasedStateMachine):
             low = self.low
             assert self.acks[DELIVERED].count <= sum(at < low for at in self.published[DELIVERED])
             assert self.acks[PERSISTED].count <= len(self.published[PERSISTED])
-            assert not self.acks[PERSISTED].dropped + self.acks[DELIVERED].dropped
+            for level in (PERSISTED, DELIVERED):
+                assert self.acks[level].dropped <= self.cancelled[level]
 
     def teardown(self) -> None:
         if hasattr(self, "queue"):
@@ -440,6 +462,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 class MemoryMachine(QueueMachine):
     knobs: ClassVar[dict[str, Any]] = {"kind": "memory"}
+    cancels_all = True
 
 
 class DiskMachine(QueueMachine):
@@ -466,6 +489,7 @@ class DiskAssistedMachine(QueueMachine):
     }
     bounded = False
     durable = True
+    cancels_all = None
 
     def expected_lost(self) -> Counter[str]:
         # A consumer has the freed events; a close drops them unless they were on disk already.

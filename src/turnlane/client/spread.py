@@ -282,9 +282,9 @@ class SpreadProducer(Producer):
         ]  # all of them, also after a timeout
         return all(flushed)
 
-    def close(self) -> None:
+    def close(self, *, cancel: bool = False) -> None:
         for producer in self._producers:
-            producer.close()
+            producer.close(cancel=cancel)
 
     def _of(self, key: str | None) -> Producer:
         if key is None:

@@ -61,7 +61,10 @@ class AckWaiter:
     woken at once, they would compete for the interpreter lock, at twice the cost.
     """
 
-    __slots__ = ("_has_left", "_next", "_signal", "first", "has_lost", "is_reached", "offset")
+    __slots__ = (
+        *("_has_left", "_next", "_signal"),
+        *("first", "has_lost", "is_cancelled", "is_reached", "offset"),
+    )
 
     def __init__(self, first: int, offset: int) -> None:
         self.first = first
@@ -69,6 +72,8 @@ class AckWaiter:
         self.is_reached = False
         self.has_lost = False
         """Whether one of the events ``first`` to ``offset - 1`` was dropped."""
+        self.is_cancelled = False
+        """Whether the producer took one of these events back."""
         self._has_left = False
         self._next: AckWaiter | None = None
         self._signal = threading.Lock()
@@ -175,6 +180,14 @@ class Watermark:
     def lose(self, first: int, end: int) -> None:
         """Note that these events were dropped; their publisher is told when its turn comes."""
         self.lost.add(max(first, self.position), end)
+
+    def cancel(self, first: int, end: int) -> None:
+        """Wake the publishers that wait for an event of a range, though it never arrives."""
+        for waiter in [each for each in self._waiters if first < each.offset and each.first < end]:
+            if waiter.first < waiter.offset:  # or it waits for a position, and has no events
+                self._waiters.remove(waiter)
+                waiter.is_cancelled = True
+                waiter.wake()
 
     def advance(self, position: int) -> list[AckEvent]:
         """Move forward: wake the waiting publishers and return what listeners have to hear."""

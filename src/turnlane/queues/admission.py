@@ -34,7 +34,7 @@ from turnlane.queues.api import FlowControl, FullBehavior
 from turnlane.queues.settings import QueueSettings
 
 if TYPE_CHECKING:
-    from turnlane.queues.producer import PublishRequest
+    from turnlane.queues.producer import BufferedProducer, PublishRequest
 
 UNBOUNDED: Final = 1 << 62
 """Stands for a bound that is not set."""
@@ -303,6 +303,7 @@ class Admission:
         request.prepare()
         self._apply_policies(request, flow, deadline)
         self.check_open()
+        request.producer.check_not_cancelled()
         if not request.events and not request.is_repeat:
             request.skip()
             return None
@@ -338,7 +339,10 @@ class Admission:
             self.check_open()
 
     def refuse_waiting(self, producer: object) -> None:
-        """Refuse the requests of a producer that are in line."""
+        """Refuse the requests of a producer that are in line; slowed-down publishers look again."""
+        for turns in self._delayed.values():
+            for turn in turns:
+                turn.notify()
         for waiting in [each for each in self.line if each.request.producer is producer]:
             self.line.remove(waiting)
             waiting.refuse()
@@ -360,9 +364,9 @@ class Admission:
         if severity is not None and level is not None and self._reaches(level):
             request.dropped_by_policy[Outcome.SEVERITY] = request.keep_important(severity)
         if request.events:
-            self._slow_down(flow, deadline)
+            self._slow_down(request.producer, flow, deadline)
 
-    def _slow_down(self, flow: FlowControl, deadline: Deadline) -> None:
+    def _slow_down(self, producer: BufferedProducer, flow: FlowControl, deadline: Deadline) -> None:
         """Wait until the queue is below the delay mark, first come first served."""
         level, line = self._delay_levels[flow], self._delayed[flow]
         if level is None or not (line or self._reaches(level)):
@@ -374,7 +378,11 @@ class Admission:
         self._update_limits()  # or others would overtake
         try:
             is_below = turn.wait_for(
-                lambda: self.is_closed or (line[0] is turn and not self._reaches(level)),
+                lambda: (
+                    self.is_closed
+                    or producer.is_cancelled
+                    or (line[0] is turn and not self._reaches(level))
+                ),
                 min(limits, default=None),
             )
         finally:

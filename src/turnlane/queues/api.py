@@ -191,8 +191,15 @@ class Producer(Closeable):
         """Wait until all events of this producer have reached its level; false on timeout."""
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Stop publishing. Acks of published events still come."""
+    def close(self, *, cancel: bool = False) -> None:
+        """Stop publishing. Acks of published events still come.
+
+        With ``cancel``, events of this producer that are only in the queue's memory and that no
+        consumer has got leave the queue. The ledger counts them as dropped (``cancelled``). They
+        are never acked: an :class:`Ack` counts them as ``dropped``. Blocked publish calls of this
+        producer raise ``QueueClosed``, also those that wait for the ack of a cancelled event.
+        Events on disk, in flight, or given back by a consumer stay.
+        """
 
 
 class Batch(abc.ABC):

@@ -300,5 +300,6 @@ class DirectProducer(Producer):
         del timeout
         return True
 
-    def close(self) -> None:
+    def close(self, *, cancel: bool = False) -> None:
+        del cancel  # nothing waits in the queue
         self._closed = True

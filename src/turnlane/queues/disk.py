@@ -99,6 +99,8 @@ class LogStorage(Storage):
     The fields are guarded by the lock of the queue, except where a comment says otherwise.
     """
 
+    can_cancel = False
+
     def __init__(self, settings: QueueSettings, disk: Disk | None = None) -> None:
         self._settings = settings
         self._name = settings.name

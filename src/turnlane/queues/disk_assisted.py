@@ -68,6 +68,7 @@ class SpillStorage(LogStorage):
     """Bounded in memory, and beyond that by the disk. A kill loses only the events in memory."""
 
     charges_stored = False
+    can_cancel = True
 
     def __init__(self, settings: QueueSettings, disk: Disk | None = None) -> None:
         super().__init__(settings, disk)
@@ -106,6 +107,9 @@ class SpillStorage(LogStorage):
         if not self._is_spilling:
             self._is_spilling = True
             self._work.notify()
+
+    def find_unstored(self) -> int:
+        return self._spill_end
 
     def make_room(self) -> bool:
         self._start_spilling()

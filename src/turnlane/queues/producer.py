@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import abc
 import hashlib
+import itertools
 import operator
+from array import array
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -53,6 +55,9 @@ from turnlane.storage.producer_sequences import MAX_RUNS, GapPolicy
 
 _PADDING = 64
 """Arrow rounds the size of its buffers up to a multiple of this."""
+
+_MIN_RUNS = 1_024
+"""Up to this many numbers, the runs of a producer are kept, though their events were read."""
 
 _MAX_MICROSECONDS = (1 << 63) // 1000
 """Timestamps are carried in nanoseconds, which have to fit into 64 bits."""
@@ -327,7 +332,14 @@ class BufferedProducer(Producer):
         self._max_event_bytes = state.settings.max_event_bytes
         self._limits = state.admission.limits[flow]
         self._end = 0
+        self._run_first = 0
+        """Where the last run of consecutive offsets of this producer begins; it ends at `_end`."""
+        self._runs = array("q")
+        """The earlier runs of unread events: first, end, first, end, and so on."""
+        self._max_runs = _MIN_RUNS
         self._is_closed = False
+        self.is_cancelled = False
+        """Whether the producer was closed and has taken its events back."""
         self._schema: pa.Schema | None = None
         """The schema of the last block, which the queue accepted."""
 
@@ -354,10 +366,11 @@ class BufferedProducer(Producer):
         if not plain:
             size += measure_annotations(key, headers, severity, source)
         state = self.state
-        admission, limits = self._admission, self._limits
+        admission = self._admission
         stamp = state.time_ns() if timestamp is None else check_timestamp(timestamp)
         # The fast path, about a microsecond: see the head of the module.
         with self._lock:
+            limits = self._limits
             if (
                 admission.events < limits.events
                 and admission.bytes + size <= limits.bytes
@@ -367,12 +380,15 @@ class BufferedProducer(Producer):
                 positions = self._positions
                 end = positions.end + 1
                 try:
+                    if self._end != end - 1:
+                        self._begin_run(end - 1)
                     block.values.append(value)
                     block.timestamps.append(stamp)
                     if not plain:
                         block.annotate(key, headers, severity, source)
                     positions.end = self._end = end
                 except BaseException:  # Ctrl-C: half an event would shift all that follow
+                    self._end = min(self._end, end - 1)
                     state.undo_append(end - 1)
                     raise
                 block.size += size
@@ -451,9 +467,20 @@ class BufferedProducer(Producer):
             self._admission.check_failure()
         return is_reached
 
-    def close(self) -> None:
+    def close(self, *, cancel: bool = False) -> None:
         self._is_closed = True
         self._limits = FastPathLimits(-1, -1)
+        if cancel:
+            with self._lock:
+                self.is_cancelled = True
+                self._admission.refuse_waiting(self)
+                runs = [*self._runs, self._run_first, self._end]
+                self.state.cancel(zip(runs[::2], runs[1::2], strict=True))
+
+    def check_not_cancelled(self) -> None:
+        """Raise ``QueueClosed`` if the producer was closed with ``cancel``."""
+        if self.is_cancelled:
+            raise QueueClosed(f"this producer of queue {self.state.settings.name!r} was cancelled")
 
     def abort(self) -> None:
         """Close, and refuse the requests in line: their publish calls return with nothing taken."""
@@ -465,10 +492,11 @@ class BufferedProducer(Producer):
 
     def _enter_fast(self, block: Block, size: int) -> tuple[int, AckWaiter | None] | None:
         """Append a block if it is below the fast path limits; ``None`` if it is not."""
-        admission, limits, rows = self._admission, self._limits, block.num_rows
+        admission, rows = self._admission, block.num_rows
         if not rows or size > self._max_event_bytes:
             return None
         with self._lock:
+            limits = self._limits
             if admission.events + rows > limits.events or admission.bytes + size > limits.bytes:
                 return None
             first = self.state.append_block(block, size, None, is_consecutive=True)
@@ -507,6 +535,7 @@ class BufferedProducer(Producer):
                 waiters.append(request.waiter)
         if self._mark is not None and waiters:
             with self._lock:
+                self.check_not_cancelled()
                 last = self._mark.add_waiter(waiters[-1].first, waiters[-1].offset)
             self._await_ack(last, deadline)
             self._check_lost(waiters)
@@ -523,6 +552,8 @@ class BufferedProducer(Producer):
             waiting = self._admission.admit(request, flow, deadline, blocking=blocking)
         if waiting is not None:
             self._admission.wait_in_line(waiting, deadline)
+            if waiting.is_refused:
+                self.check_not_cancelled()
         if request.has_drops or state.has_unsynced_drops:
             state.has_unsynced_drops = False
             state.keep_drops(now=self._waits)
@@ -589,8 +620,22 @@ class BufferedProducer(Producer):
 
     def on_entered(self, first: int, end: int) -> AckWaiter | None:
         """A request is inside, as the events ``first`` to ``end - 1``. Under the lock."""
+        if self._end != first or first == end:  # all its events may be repeats
+            self._begin_run(first if first < end else max(self._end, end))
         self._end = max(self._end, end)
         return self._expect_ack(first, end) if self._expects_ack else None
+
+    def _begin_run(self, first: int) -> None:
+        """Another producer's events came between: keep the last run. Under the lock."""
+        runs = self._runs
+        if self._run_first < self._end:
+            if len(runs) >= self._max_runs:
+                read = self._positions.frontier
+                kept = [each for each in zip(runs[::2], runs[1::2], strict=True) if each[1] > read]
+                self._runs = runs = array("q", itertools.chain.from_iterable(kept))
+                self._max_runs = max(_MIN_RUNS, 2 * len(runs))
+            runs.extend((self._run_first, self._end))
+        self._run_first = first
 
     def _expect_ack(self, first: int, end: int) -> AckWaiter | None:
         """Arrange for the ack: a callback, or a waiter. Under the lock."""
@@ -614,6 +659,8 @@ class BufferedProducer(Producer):
             return True
         name = self.state.settings.name
         if not waiter.wait(deadline.left):
+            if waiter.is_cancelled:
+                self.check_not_cancelled()
             self._admission.check_failure()
             if not self.state.is_closed:
                 raise AckPending(
@@ -625,6 +672,7 @@ class BufferedProducer(Producer):
 
     def _check_lost(self, waiters: list[AckWaiter]) -> None:
         if self._admission.blocks and any(waiter.has_lost for waiter in waiters):
+            self.check_not_cancelled()
             name = self.state.settings.name
             raise StorageFailed(
                 f"queue {name!r} lost the event to a failing disk: publish it again"

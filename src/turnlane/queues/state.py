@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import pyarrow as pa
 
@@ -245,6 +245,22 @@ class QueueState:
         if oldest is None:
             return None
         return buffer.take(oldest.first, min(oldest.end, oldest.first + events))
+
+    def cancel(self, spans: Iterable[Span]) -> None:
+        """Drop the events of some ranges, as far as they are unread and only in memory."""
+        if self.is_closed or not self.storage.can_cancel:
+            return
+        start = max(self.positions.frontier, self.storage.find_unstored())
+        wanted = RangeSet(
+            (max(first, start), end) for first, end in spans if max(first, start) < end
+        )
+        for settling in self.in_flight.find_settling():
+            wanted.remove(*settling)  # by offset, at this moment: the first thread decides
+        for first, end in wanted:
+            for mark in self.acks.watermarks:
+                for span in self.positions.find_unsettled(first, end):
+                    mark.cancel(*span)  # first: or publishers would hear of a lost event
+            self.settle_range(first, end, Outcome.CANCELLED, is_recorded=False)
 
     def keep_drops(self, *, now: bool) -> None:
         """Make drops durable before their publisher is told of them. Not under the lock.

@@ -132,6 +132,8 @@ class Storage(abc.ABC):
     """Why storage cannot write at the moment; empty if it can."""
     wants_next_event = False
     """Whether :meth:`on_growth` has to be called for the very next event. Under the lock."""
+    can_cancel = True
+    """Whether events that are only in memory can leave the queue on request."""
     _host: StorageHost
 
     def recover(self) -> StoredState:
@@ -162,6 +164,10 @@ class Storage(abc.ABC):
 
     def on_refused(self, outcome: Outcome, events: int) -> None:  # noqa: B027
         """Policies dropped events that never got an offset."""
+
+    def find_unstored(self) -> int:
+        """Return the offset from which on storage has no events, and is not about to."""
+        return 0
 
     def make_room(self) -> bool:
         """Begin to make room for publishers; true if they can expect some soon."""

@@ -184,6 +184,7 @@ OUTCOMES = (
     Outcome.CLOSED,
     Outcome.CORRUPT,
     Outcome.MISSING,
+    Outcome.CANCELLED,
 )
 """By their code on disk. This order is part of the format; the order of the enum is not."""
 
