@@ -113,3 +113,69 @@ def test_rights_on_queues_of_the_pipeline_are_accepted() -> None:
         + "parse: {format: json, on_error: dead}\n"
         "actions: [{name: alerts, queue: disk, output: {type: file, path: x}}]\n"
     )
+
+
+# ── files inputs that would read files of the node ───────────────────────────────────────────────
+
+OWN_FILES = """
+node: {{data: {data}}}
+queues: {{a: {{}}}}
+tables: {{jobs: {{url: "sqlite:////srv/shop/jobs.db"}}}}
+inputs: [{{type: files, queue: a, {knobs}}}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("knobs", "found"),
+    [
+        ("paths: /srv/node/queues/*/*", "the data directory"),
+        ("paths: [/var/log/*.log, /srv/**]", "the data directory"),
+        ("paths: '/srv/**/*.json'", "the data directory"),
+        ("paths: /srv/node/*", "the data directory"),
+        ("paths: /srv/node/inputs/files.json", "the data directory"),
+        ("paths: '/srv/**', exclude: '*.chunk'", "the data directory"),
+        ("paths: /srv/shop/*", "a SQLite database that the node uses"),
+        ("paths: /srv/shop/jobs.db", "a SQLite database that the node uses"),
+        ("paths: '/srv/shop/*-wal'", "a SQLite database that the node uses"),
+    ],
+)
+def test_files_input_that_reads_files_of_the_node_is_refused(knobs: str, found: str) -> None:
+    (issue,) = load_with_issues(OWN_FILES.format(data="/srv/node", knobs=knobs))
+    assert "inputs[0].paths" in issue
+    assert f"matches files of {found}; choose other globs, or add `exclude`" in issue
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        "paths: /var/log/**",
+        "paths: '/srv/*'",
+        "paths: '/srv/**/*.log'",
+        "paths: /srv/shop/*.log",
+        "paths: /srv/nodes/*",
+        "paths: '/srv/**', exclude: ['/srv/node/*', '/srv/shop/jobs.db*']",
+        "paths: '/srv/shop/*', exclude: 'jobs.db*'",
+    ],
+)
+def test_files_input_beside_files_of_the_node_is_accepted(knobs: str) -> None:
+    assert not load_with_issues(OWN_FILES.format(data="/srv/node", knobs=knobs))
+
+
+def test_files_input_below_a_relative_data_directory_is_refused() -> None:
+    (issue,) = load_with_issues(OWN_FILES.format(data="data", knobs="paths: './**'"))
+    assert "'./**' matches files of the data directory" in issue
+
+
+def test_files_input_above_a_hidden_data_directory_is_accepted() -> None:
+    """A glob does not find hidden names."""
+    assert not load_with_issues(OWN_FILES.format(data="/opt/.node", knobs="paths: '/opt/**'"))
+    assert load_with_issues(OWN_FILES.format(data="/opt/.node", knobs="paths: '/opt/.*/**'"))
+
+
+def test_files_input_that_reads_the_database_of_a_table_input_is_refused() -> None:
+    (issue,) = load_with_issues(
+        "node: {data: d}\nqueues: {a: {}}\ninputs:\n"
+        "  - {type: table, queue: a, table: jobs, url: 'sqlite:///shop/jobs.db'}\n"
+        "  - {type: files, queue: a, paths: 'shop/*'}\n"
+    )
+    assert "inputs[1].paths: 'shop/*' matches files of a SQLite database" in issue

@@ -6,6 +6,7 @@ skip values of a wrong type: pydantic reports those.
 
 from __future__ import annotations
 
+import os
 import posixpath
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from pydantic import SecretStr
 from turnlane.config.document import Path, SettingIssue, format_path
 from turnlane.config.settings import FLIGHT, HTTP, Config
 from turnlane.databases import get_dialect_name, load_dialect
+from turnlane.databases.sqlite import get_database_path, list_files_of
 from turnlane.delivery.settings import Ordering
 from turnlane.errors import ConfigError, NotSupported
 from turnlane.pipeline.settings import DEAD_LETTERS, DISCARD, EVENTS_VIEW, FAILOVER, MAIN, SPARK
@@ -33,6 +35,8 @@ Actions = Sequence[tuple[int, Values]]
 
 KINDS: Final = (Kind.MEMORY, *ON_DISK)
 """The kinds of queue that a node has."""
+_QUEUE_FILES: Final = ("queue.json", "journal.a", f"{0:016}.chunk")
+"""The kinds of files in the directory of a queue."""
 FORBIDDEN_IN_QUEUES: Final = {
     "path": "a node keeps its queues below its data directory; set node.data",
     "name": "the queue's name is the key above; leave this out",
@@ -113,6 +117,7 @@ def check_sections(data: Values) -> Iterator[SettingIssue]:
         yield SettingIssue(("main",), "is also defined in `queues`; keep one of them", of_key=True)
     known = [*queues, *_list_pipeline_queues(data)]
     yield from _check_inputs(data.get("inputs"), known)
+    yield from _check_own_files(data, known)
     yield from _check_rights(_get_mapping(data.get("node")).get("tokens"), known)
     yield from _check_listeners(data)
     yield from _check_deliveries(actions)
@@ -227,6 +232,69 @@ def _check_inputs(inputs: object, queues: list[str]) -> Iterator[SettingIssue]:
             "another input reads the standard input already, and each would get pieces of lines"
         )
         yield SettingIssue(("inputs", at, "type"), message)
+
+
+def _check_own_files(data: Values, queues: list[str]) -> Iterator[SettingIssue]:
+    """Return globs of files inputs that match files of the node itself.
+
+    A file of the data directory would be read into the queue that it belongs to. Of a SQLite
+    database, the locks would be lost, and committed events with them.
+    """
+    directory = _get_mapping(data.get("node")).get("data")
+    own: dict[str, str] = {}
+    if isinstance(directory, str):
+        files = [f"queues/{queue}/{file}" for queue in queues for file in _QUEUE_FILES]
+        for file in ("lock", "inputs/files.json", *files):
+            own[os.path.abspath(f"{directory}/{file}")] = "the data directory"  # noqa: PTH100 - text
+    for url in _list_urls([data.get("tables"), data.get("inputs")]):
+        for path in list_files_of(get_database_path(url)):
+            own[path] = "a SQLite database that the node uses"
+    for at, each in _get_mappings(data.get("inputs")):
+        if each.get("type") != "files":
+            continue
+        given, excluded = (
+            [globs] if isinstance(globs, str) else globs if isinstance(globs, list) else []
+            for globs in (each.get("paths"), each.get("exclude"))
+        )
+        for pattern in (glob for glob in given if isinstance(glob, str)):
+            found = next((own[path] for path in own if _is_read(path, pattern, excluded)), None)
+            if found is not None:
+                message = (
+                    f"{pattern!r} matches files of {found}; choose other globs, or add `exclude`"
+                )
+                yield SettingIssue(("inputs", at, "paths"), message)
+
+
+def _list_urls(values: object) -> Iterator[str]:
+    """Return the URLs of SQLite databases among some values."""
+    if isinstance(values, SecretStr):
+        values = values.get_secret_value()
+    if isinstance(values, str) and get_dialect_name(values) == "sqlite":
+        yield values
+    elif isinstance(values, dict | list | tuple):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _list_urls(value)
+
+
+def _is_read(path: str, pattern: str, excluded: Sequence[object]) -> bool:
+    """Whether a files input reads a path."""
+    name = posixpath.basename(path)
+    for each in excluded:
+        if isinstance(each, str) and fnmatchcase(path if "/" in each else name, each):
+            return False
+    return _matches_glob(path.split("/"), os.path.abspath(pattern).split("/"))  # noqa: PTH100 - a glob
+
+
+def _matches_glob(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a glob matches a path; both are given by their parts."""
+    if not pattern or not path:
+        return not path and all(part == "**" for part in pattern)
+    part, rest = pattern[0], pattern[1:]
+    is_hidden = path[0].startswith(".") and not part.startswith(".")
+    if part == "**":
+        return _matches_glob(path, rest) or (not is_hidden and _matches_glob(path[1:], pattern))
+    is_same = path[0] == part or (not is_hidden and fnmatchcase(path[0], part))
+    return is_same and _matches_glob(path[1:], rest)
 
 
 def _check_rights(tokens: object, queues: list[str]) -> Iterator[SettingIssue]:

@@ -1,9 +1,15 @@
-"""SQLite: one file, one host, one writer at a time."""
+"""SQLite: one file, one host, one writer at a time.
+
+SQLite's locks are POSIX locks: when a process closes *any* descriptor of a file, all its locks on
+the file are gone, and other processes may then delete the write-ahead log under it. So no other
+code of this process may open or close the files of :func:`find_database_inodes`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sqlite3
 import threading
 import time
@@ -37,6 +43,34 @@ _KINDS: Final = {
 }
 
 
+_COMPANIONS: Final = ("", "-wal", "-shm", "-journal")
+_opened_paths: set[str] = set()
+"""The databases that this process has opened. They stay: another connection may be open."""
+
+
+def get_database_path(url: str) -> str:
+    """Return the path in a URL such as ``sqlite:///shop.db`` or ``sqlite:////var/lib/shop.db``."""
+    return unquote(url.partition("://")[2].removeprefix("/"))
+
+
+def list_files_of(path: str) -> list[str]:
+    """Return the absolute path of a database, and of the files that SQLite keeps beside it."""
+    return [os.path.abspath(path) + companion for companion in _COMPANIONS]  # noqa: PTH100 - text
+
+
+def find_database_inodes() -> set[tuple[int, int]]:
+    """Return device and inode of all files of databases that this process has opened.
+
+    Safe from any thread. A file is known by its inode, because it may have several names.
+    """
+    found: set[tuple[int, int]] = set()
+    for file in [each for path in list(_opened_paths) for each in list_files_of(path)]:
+        with contextlib.suppress(OSError):
+            status = os.stat(file)  # noqa: PTH116 - a path is text here
+            found.add((status.st_dev, status.st_ino))
+    return found
+
+
 class Sqlite(Dialect):
     """A database file. A file of turnlane's own has write-ahead logging: readers never wait."""
 
@@ -47,7 +81,7 @@ class Sqlite(Dialect):
     now = "(CAST(ROUND((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000000)"
 
     def __init__(self, url: str, options: ConnectOptions) -> None:
-        self._path = unquote(url.partition("://")[2].removeprefix("/"))
+        self._path = get_database_path(url)
         self._options = options
         if not self._path or self._path == ":memory:":
             raise ConfigError("url", "name a file, which several connections can open")
@@ -55,6 +89,7 @@ class Sqlite(Dialect):
     def connect(self) -> sqlite3.Connection:
         if self._options.sqlite_must_exist and not Path(self._path).exists():
             raise RetryLater(f"SQLite: there is no {self._path}")
+        _opened_paths.add(os.path.abspath(self._path))  # noqa: PTH100 - text
         connection = sqlite3.connect(
             self._path,
             timeout=self._busy_ms / 1000,

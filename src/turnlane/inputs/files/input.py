@@ -173,7 +173,7 @@ class FilesInput(Input):
         super().__init__(settings, host)
         self.counters: FileCounters = FileCounters()
         self._disk = disk
-        self._scanner = FileScanner(settings)
+        self._scanner = FileScanner(settings, host.data)
         self._stopping = threading.Event()
         self._scanned_once = threading.Event()
         self._ack_deadline = 0.0

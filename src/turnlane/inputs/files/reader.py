@@ -18,9 +18,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+from turnlane.databases.sqlite import find_database_inodes
 from turnlane.formats.lines import Lines, split_lines
+from turnlane.logs import get_logger
 from turnlane.queues.api import Ack
 from turnlane.queues.producer import BufferedProducer
+
+log = get_logger(__name__)
 
 HEAD_BYTES = 1024
 """The most bytes of the first line that identify a file."""
@@ -235,6 +239,8 @@ class FileReader:
 
         Raises ``FileNotFoundError`` if another file has its name, ``FileReplaced``, ``OSError``.
         """
+        if self.key in find_database_inodes():
+            raise FileNotFoundError(f"{self.path} is a database of this process now")
         self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         status = os.fstat(self.fd)
         if FileKey.of(status) != self.key:
@@ -263,7 +269,12 @@ class FileReader:
     def close(self) -> None:
         """Close the file; :meth:`open` opens it again."""
         if self.fd is not None:
-            os.close(self.fd)
+            status = os.fstat(self.fd)
+            if (status.st_dev, status.st_ino) in find_database_inodes():
+                # Opened here before SQLite did: closing it would drop the locks of SQLite.
+                log.warning("files.database_kept_open", path=self.path)
+            else:
+                os.close(self.fd)
             self.fd = None
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────

@@ -21,6 +21,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
+from turnlane.databases.sqlite import find_database_inodes
 from turnlane.errors import DirectoryUnusable
 from turnlane.inputs.api import InputSettings
 from turnlane.inputs.files.reader import (
@@ -170,13 +171,21 @@ class PositionsFile:
 class FileScanner:
     """Finds the files that match the globs. Warns once about a file that it cannot use."""
 
-    def __init__(self, settings: FilesSettings) -> None:
+    def __init__(self, settings: FilesSettings, data: Path | None = None) -> None:
+        """``data`` is the node's own directory, of which no file is followed."""
         self._settings = settings
+        self._data = None if data is None else os.path.realpath(data)
+        self.databases: set[FileKey] = set()
+        """The files of SQLite databases that this process has open, as of the last scan."""
+        self._in_data: dict[str, bool] = {}
+        """By directory, in one scan: whether it is in the data directory."""
         self._warned: set[str] = set()
 
     def scan(self) -> dict[FileKey, tuple[str, os.stat_result]]:
         """Return path and status of all matching files. Of several names the first one counts."""
         found: dict[FileKey, tuple[str, os.stat_result]] = {}
+        self._in_data.clear()
+        self.databases = {FileKey(*each) for each in find_database_inodes()}
         for path in self._match_paths():
             try:
                 status = os.stat(path)  # noqa: PTH116 - ten thousand times a second
@@ -186,9 +195,31 @@ class FileScanner:
                 if self.is_first_warning(path):
                     log.warning("files.stat_failed", path=path, error=error)
                 continue
-            if stat.S_ISREG(status.st_mode):
+            if stat.S_ISREG(status.st_mode) and not self._is_ignored(path, status):
                 found.setdefault(FileKey.of(status), (path, status))
         return found
+
+    def _is_ignored(self, path: str, status: os.stat_result) -> bool:
+        """Whether the node itself uses the file: opening and closing it would do harm."""
+        hint = ""
+        if FileKey.of(status) in self.databases:
+            hint = "a SQLite database that this process uses: reading it would drop its locks"
+        elif self._is_in_data(path):
+            hint = "the data directory of this node"
+        if hint and self.is_first_warning(path):
+            log.warning("files.own_file_ignored", path=path, hint=hint)
+        return bool(hint)
+
+    def _is_in_data(self, path: str) -> bool:
+        if self._data is None:
+            return False
+        directory = os.path.dirname(path)  # noqa: PTH120 - ten thousand times a second
+        known = self._in_data.get(directory)
+        if known is None:
+            real = os.path.realpath(directory)
+            known = real == self._data or real.startswith(self._data + os.sep)
+            self._in_data[directory] = known
+        return known
 
     def _match_paths(self) -> Iterator[str]:
         for pattern in self._settings.paths:
@@ -264,7 +295,10 @@ class FileTracker:
                 reader.missing_since = None
                 reader.update_version(status)
         for reader in [each for key, each in self.readers.items() if key not in found]:
-            self._handle_missing(reader)
+            if reader.key in self._scanner.databases:
+                self.drop(reader, forget=True)
+            else:
+                self._handle_missing(reader)
         if self._is_first_scan:
             # Files that were renamed between two starts: the rest of them has to be read.
             for saved in [each for key, each in self._saved.items() if key not in found]:
