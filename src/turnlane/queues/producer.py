@@ -260,7 +260,9 @@ class BlockRequest(PublishRequest):
         numbers = self._accept_numbers()
         first = state.positions.end
         if self.events:
-            is_consecutive = self._numbers is None
+            # A producer that skips numbers may not count events, but bytes of a file: then the
+            # number of an event in the middle is not known.
+            is_consecutive = self._numbers is None and self.producer.gaps is not GapPolicy.SKIP
             state.append_block(self._block, self.size, numbers, is_consecutive=is_consecutive)
         self.published = self.published._replace(first=first, accepted=self.events)
         self._set_inside(first)
