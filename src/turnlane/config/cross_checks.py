@@ -421,10 +421,20 @@ def _check_action(path: Path, action: Values, queues: Values) -> Iterator[Settin
     elif name in queues:
         message = f"queues has a queue {name!r} already; the queue of this action has this name too"
         yield SettingIssue((*path, "name"), message)
-    if action.get("sql") is None:
-        for setting in ("watermark", "with_queues", "output_mode"):
-            if action.get(setting) is not None:
-                yield SettingIssue((*path, setting), "has no effect without sql", of_key=True)
+    yield from _check_query_settings(path, action)
+
+
+def _check_query_settings(path: Path, action: Values) -> Iterator[SettingIssue]:
+    has_sql, mode = action.get("sql") is not None, action.get("output_mode")
+    needs_sql = ["watermark", "with_queues", "output_mode"]
+    if action.get("transform") is None:  # It may set a watermark.
+        needs_sql.append("idle_after")
+    for setting in needs_sql:
+        if not has_sql and action.get(setting) is not None:
+            yield SettingIssue((*path, setting), "has no effect without sql", of_key=True)
+    if has_sql and mode in ("update", "complete") and action.get("idle_after") is not None:
+        message = f"has no effect with output_mode: {mode}, which does not wait for the watermark"
+        yield SettingIssue((*path, "idle_after"), message, of_key=True)
 
 
 def _check_direct_action(path: Path, action: Values) -> Iterator[SettingIssue]:

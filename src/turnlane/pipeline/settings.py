@@ -151,6 +151,12 @@ class ActionSettings(SettingsModel):
         default=None,
         description="How late an event may be and still count, for `sql` with windows.",
     )
+    idle_after: Duration | None = Field(
+        default=60.0,
+        gt=0,
+        description="After this time without events, the watermark moves on by the clock, so that "
+        "the last windows come out. `null`: only newer events move it.",
+    )
     with_queues: tuple[str, ...] = Field(
         default=(),
         description="Other queues that `sql` joins with, as views of the same names. The join "

@@ -34,6 +34,7 @@ UNKNOWN_POSITION: Final = -1
 """The position on a node that has not answered since the query was created."""
 START_FIELD: Final = "from"
 QUEUE_IDS_FIELD: Final = "queues"
+REQUEST_FIELD: Final = "request"
 
 
 class BatchWait:
@@ -70,14 +71,18 @@ class QueryPosition:
     queue_ids: dict[int, str] = field(default_factory=dict)
     """The ids of the queues that it reads; offsets of another queue mean other events. Checkpoints
     of older versions have none."""
+    request: int = 0
+    """The number of the last batch for which the lane has asked."""
 
     @classmethod
     def from_offset(cls, offset: Mapping[str, Any]) -> QueryPosition:
         """Decode an offset that Spark has stored."""
         parts = dict(offset)
         starts, queue_ids = parts.pop(START_FIELD, {}), parts.pop(QUEUE_IDS_FIELD, {})
+        request = parts.pop(REQUEST_FIELD, 0)
         fields = parts, starts, queue_ids
-        return cls(*({int(node): each for node, each in part.items()} for part in fields))
+        by_node = ({int(node): each for node, each in part.items()} for part in fields)
+        return cls(*by_node, request=request)
 
     def to_offset(self) -> Offset:
         """Encode the position for Spark."""
@@ -86,6 +91,8 @@ class QueryPosition:
             offset[START_FIELD] = _convert_keys_to_text(self.starts)
         if self.queue_ids:
             offset[QUEUE_IDS_FIELD] = _convert_keys_to_text(self.queue_ids)
+        if self.request:
+            offset[REQUEST_FIELD] = self.request
         return offset
 
     def start_at(self, first: Positions, ends: Mapping[int, QueueEnds]) -> QueryPosition:
@@ -93,7 +100,12 @@ class QueryPosition:
         later = {node: at for node, at in first.items() if at > ends[node].low}
         others = {node: at for node, at in self.starts.items() if node not in first}
         queue_ids = {node: ends[node].queue_id for node in first}
-        return QueryPosition({**self.offsets, **first}, others | later, self.queue_ids | queue_ids)
+        return replace(
+            self,
+            offsets={**self.offsets, **first},
+            starts=others | later,
+            queue_ids=self.queue_ids | queue_ids,
+        )
 
     def advance_to(self, offsets: Positions) -> QueryPosition:
         """Return the position after reading up to these offsets."""

@@ -145,6 +145,9 @@ ProgressHandler = Callable[[StreamingQueryProgress], None]
 """Called with every progress of the query, and now and then again with the last one."""
 GetSuspension = Callable[[], Suspension | None]
 """Returns what keeps the lane from sending, if anything does."""
+PollHandler = Callable[[StreamingQuery, StreamingQueryProgress | None, threading.Event], None]
+"""Called about once a second while no batch ends, with the query, its last progress, and an event
+that is set when the lane is stopped."""
 CountWaiting = Callable[[StreamingQueryProgress | None], int]
 """Returns how many events wait for the lane; the argument is the last progress of this run."""
 
@@ -234,6 +237,7 @@ class Lane:
         watch: LaneWatch | None = None,
         *,
         isolation: EventIsolation | None = None,
+        on_poll: PollHandler | None = None,
     ) -> None:
         self.name = name
         self._start_query = start_query
@@ -241,6 +245,7 @@ class Lane:
         self._get_suspension = get_suspension
         self._suspension: Suspension | None = None
         self._isolation = isolation
+        self._on_poll = on_poll or (lambda *_: None)
         self._code_error: str | None = None
         """Why no event passes the lane's code, until a batch does."""
         self._stop = threading.Event()
@@ -381,6 +386,7 @@ class Lane:
                 self._suspension = Suspension(0.0, why=self._code_error)
             if event is None:
                 self._check_stall(query)
+                self._on_poll(query, self._last_progress, self._stop)
         return False
 
     def _get_event(self, timeout: float) -> QueryEvent | None:

@@ -315,6 +315,14 @@ class SpanReadOptions(ReadOptions):
     )
 
 
+class StateReadOptions(ReadOptions):
+    """The options of the reader of a lane whose query keeps state."""
+
+    request: Path = Field(
+        description="A file with a number: if it is higher than before, a batch begins at once."
+    )
+
+
 class WriteOptions(SourceOptions):
     """The options of a sink."""
 
@@ -408,6 +416,8 @@ def parse_read_options(given: Mapping[str, str]) -> ReadOptions:
     names = {name.lower() for name in given}
     if "spans" in names:
         return SpanReadOptions.from_spark(given)
+    if "request" in names:
+        return StateReadOptions.from_spark(given)
     return (LaneReadOptions if "lane" in names else ReadOptions).from_spark(given)
 
 

@@ -52,6 +52,7 @@ from turnlane.pipeline.settings import (
 from turnlane.spark.by_reference import SPAN_ROW_SCHEMA
 from turnlane.spark.checkpoints import Checkpoints, to_spark_uri
 from turnlane.spark.checks import check_pipeline
+from turnlane.spark.idle_watermark import IdleWatermark
 from turnlane.spark.isolation import CodeStep, EventIsolation, Events
 from turnlane.spark.lane import (
     BlockedReason,
@@ -115,6 +116,8 @@ log = get_logger(__name__)
 
 QUERY_SETTINGS: Final = {"transform", "sql", "watermark", "with_queues", "output_mode"}
 """The settings of an action on which the state of its query depends."""
+EMPTY_BATCHES: Final = "spark.sql.streaming.noDataMicroBatches.enabled"
+"""Spark's setting by which it runs batches without events to remove state."""
 CREATE_SECONDS: Final = 10.0
 """How long a node may take to create queues before the others go on without it."""
 STATS_SECONDS: Final = 5.0
@@ -329,19 +332,52 @@ class Pipeline:
             return Lane(action.name, start, progress, blocked, watch, isolation=isolation)
         action = with_file_batching(action)
         settler = QuerySettler(self._nodes, action.name)
+        idle = self._create_idle_watermark(action)
 
         def on_progress(progress: StreamingQueryProgress) -> None:
             # Spark does not say which of several queues a progress is of: their readers settle
             # them, a batch later.
             if not action.with_queues:
                 settler.on_progress(progress)
+            if idle is not None:
+                idle.on_progress(progress)
             checkpoints.on_progress(progress)
 
         start = partial(self._start_with_checkpoint, action, shape, checkpoints)
         watch = self._watch(action.name, action.lane, has_checkpoint=True)
         start = self._start_alone(start)
         isolation = self._isolate_in_action(action)
-        return Lane(action.name, start, on_progress, watch=watch, isolation=isolation)
+        on_poll = None if idle is None else idle.check
+        return Lane(
+            action.name, start, on_progress, watch=watch, isolation=isolation, on_poll=on_poll
+        )
+
+    def _create_idle_watermark(self, action: ActionSettings) -> IdleWatermark | None:
+        """Return how the watermark of an action moves on by the clock, if it does."""
+        if not self._can_move_watermark(action) or action.idle_after is None:
+            return None
+        return IdleWatermark(
+            self._spark,
+            self._nodes,
+            [action.name, *action.with_queues],
+            self._get_request_file(action),
+            idle_after=action.idle_after,
+            delay=action.watermark or 0.0,
+            trigger=action.lane.trigger,
+        )
+
+    def _get_request_file(self, action: ActionSettings) -> Path:
+        """Return the file by which the lane of an action asks its reader for a batch."""
+        return self._checkpoints / f"{action.name}.request"
+
+    def _can_move_watermark(self, action: ActionSettings) -> bool:
+        """Whether rows wait for the watermark of an action, and Spark can move it without events.
+
+        With other output modes than ``append``, no row waits for it.
+        """
+        is_append = action.sql is None or action.output_mode == "append"
+        has_empty_batches = self._spark.conf.get(EMPTY_BATCHES, "true") == "true"
+        return action.name in self._stateful_actions and is_append and has_empty_batches
 
     def _isolate_in_action(self, action: ActionSettings) -> EventIsolation | None:
         """Return how to find events that the transform or SQL of an action cannot handle."""
@@ -428,7 +464,7 @@ class Pipeline:
         del run
         # Spark does not say which of several queues a progress is of, so their readers settle them.
         consume = bool(action.with_queues)
-        read = partial(self._read_with_checkpoint, settings=action.lane, consume=consume)
+        read = partial(self._read_with_checkpoint, action=action, consume=consume)
         rows = self._apply_action(action, read)
         sink = action.output if isinstance(action.output, SparkSinkSettings) else None
         writes_files = sink is not None and bool(sink.place)
@@ -491,14 +527,19 @@ class Pipeline:
     # ── reading and writing ──
 
     def _read_with_checkpoint(
-        self, queue: str, settings: LaneSettings, *, consume: bool
+        self, queue: str, action: ActionSettings, *, consume: bool
     ) -> DataStreamReader:
         # `skipSettled`, because a lane without a checkpoint may have read this queue before: it
         # settles out of order, and settled events must not come back. Still, a batch that is
         # repeated after the driver died has the same rows, as state and sinks require: it is
         # settled only after Spark has noted that it is done, and no other client settles events of
         # a lane's queue, except to remove them.
-        return self._read(queue, settings).options(skipSettled=True, consume=consume)
+        reader = self._read(queue, action.lane).options(skipSettled=True, consume=consume)
+        if action.idle_after is None or not self._can_move_watermark(action):
+            return reader
+        # A joined queue need not have a batch of its own.
+        request = self._get_request_file(action)
+        return reader.option("request", str(request)) if queue == action.name else reader
 
     def _read_events(self, queue: str, events: Events) -> DataFrameReader:
         """Read some events as they are now, to find the one that makes a lane fail."""

@@ -74,6 +74,7 @@ from turnlane.spark.options import (
     Offsets,
     ReadOptions,
     SpanReadOptions,
+    StateReadOptions,
     get_range,
 )
 from turnlane.spark.row_codec import Mask, RowBuilder
@@ -453,8 +454,19 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         events = sum(end.values()) - sum(position.offsets.values())
         if self._target is None and not self._scan.has_enough(events):
             return position.to_offset()
+        # Another number makes a batch, also without events.
+        position = replace(position, request=max(position.request, self._read_request()))
         limited = limit_ends(position.offsets, end, self._get_event_limit(limit))
         return position.advance_to(limited).to_offset()
+
+    def _read_request(self) -> int:
+        """Return the number of the last batch for which the lane has asked (``idle_watermark``)."""
+        if not isinstance(self._options, StateReadOptions):
+            return 0
+        try:
+            return int(self._options.request.read_text())
+        except FileNotFoundError:
+            return 0
 
     def _find_new_starts(
         self, position: QueryPosition, extents: dict[int, QueueEnds]
