@@ -534,6 +534,22 @@ def test_events_left_after_max_time_are_deferred() -> None:
     assert deferred >= set(range(500, 1000))
 
 
+def test_time_in_which_blocks_arrive_is_not_the_time_of_sends() -> None:
+    """On a busy machine, Spark may take longer for each block than a task may send."""
+    clock = ManualClock()
+    settings = make_settings(max_time=5.0, batch_events=10)
+
+    def blocks() -> Iterator[Block]:
+        for first in (0, 10, 20):
+            clock.advance(60.0)
+            yield make_block(first, 10)
+
+    output = FaultyOutput()
+    state = LocalDestinationState(settings, clock=clock)
+    results = deliver(output, settings, blocks(), state, clock=clock)
+    assert [result.delivered for result in results] == [10, 10, 10]
+
+
 def test_sends_keep_to_the_rate_limit() -> None:
     started = time.monotonic()
     output = FaultyOutput()

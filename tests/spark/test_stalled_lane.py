@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,6 +104,37 @@ def test_lane_whose_reader_hangs_is_reported_and_started_again(
     registry.register(NodeCollector(node.node))
     assert registry.get_sample_value("turnlane_lane_stalls_total", {"queue": "slow"})
     assert len(set((tmp_path / "out").read_text().splitlines())) == 40
+
+
+SLOW_MODULE = """
+from pyspark.sql.functions import udf
+
+def wait(events):
+    def sleep(value):
+        import time
+        time.sleep(0.7)
+        return str(value)
+    return events.withColumn("waited", udf(sleep, "string", useArrow=False)("value"))
+"""
+
+
+def test_lane_delivers_events_that_take_longer_to_arrive_than_a_task_may_send(
+    spark: SparkSession, node: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine, where Spark took so long for the rows that no time was left to send."""
+    (tmp_path / "slow_rows.py").write_text(SLOW_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    output = FileOutputSettings(type="file", path=tmp_path / "out")
+    more = {"output": output, "transform": "slow_rows:wait", "delivery": {"max_time": 1.0}}
+    pipeline = make_pipeline(spark, node, tmp_path, LaneSettings(), **more)
+    node.publish("main", numbers(0, 3))
+    pipeline.start()
+    try:
+        wait_until(lambda: node.queue("slow").low == 3, "the events", PATIENCE)
+    finally:
+        pipeline.stop()
+        sys.modules.pop("slow_rows", None)
+    assert len((tmp_path / "out").read_text().splitlines()) >= 3
 
 
 def find_readers() -> list[psutil.Process]:

@@ -90,6 +90,18 @@ def test_second_output_stops_at_the_deadline_of_the_task(tmp_path: Path) -> None
     assert outcomes[1].deferred.tolist() == [0], "it is deferred to the next batch"
 
 
+def test_second_output_gets_rows_that_took_longer_than_the_time_of_a_task_to_arrive(
+    tmp_path: Path,
+) -> None:
+    def blocks() -> Iterator[Block]:
+        time.sleep(0.2)  # Longer than the task's time, on any machine.
+        yield block("a1")
+
+    with open_delivery(tmp_path / "out", yield_ages(AWAY), max_time=0.1) as delivery:
+        ((_, outcome),) = delivery.run(blocks())
+    assert outcome.delivered == 1
+
+
 def test_grace_covers_the_timeouts_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """A send that is given up sooner may still arrive, so its events would repeat forever."""
     graces: list[float] = []

@@ -134,6 +134,7 @@ class Engine(Closeable):
     def run(self, blocks: Iterable[Block]) -> Generator[BlockResult]:
         """Deliver blocks for at most ``max_time`` seconds in all; after that defer the rest.
 
+        The time in which the run waits for blocks does not count.
         Yields a result for every block, in order. Blocks are taken from the iterable when there is
         room for them. Close the generator if you do not iterate to its end.
         """
@@ -195,6 +196,8 @@ class DeliveryRun:
         self._grace = grace
         self._backoff = make_backoff(settings)
         self._deadline = clock.monotonic() + settings.max_time
+        """Nothing is sent after this time. The time in which the run waits for blocks is added: on
+        a busy machine they may take longer than that, and nothing would ever be sent."""
         self._give_up_at: float | None = None
         """Set when the run is stopping: the time at which it gives up sends in progress."""
         burst, limit = get_burst(settings), settings.batch_events
@@ -251,7 +254,9 @@ class DeliveryRun:
     def _take_blocks(self, source: Iterator[Block]) -> None:
         """Take blocks while there is too little to do. While stopping, defer them one by one."""
         while not self._exhausted and self._needs_blocks():
+            asked_at = self._clock.monotonic()
             block = next(source, None)
+            self._deadline += self._clock.monotonic() - asked_at
             if block is None:
                 self._exhausted = True
                 return

@@ -280,7 +280,8 @@ class StepDelivery:
         self._engine = self._open_engine(step.action, step.output)
         self._second_engine: Engine | None = None
         self._order = _OrderGuard(step.delivery.ordering)
-        self._deadline = time.monotonic() + step.delivery.max_time
+        self._deadline: float | None = None
+        """Set with the first rows: Spark may take longer for them than a task may send."""
 
     def run(self, blocks: Iterable[Block]) -> Generator[tuple[Block, BlockResult]]:
         """Deliver all blocks of the task; yields each block with its result, in order."""
@@ -288,6 +289,7 @@ class StepDelivery:
 
         def prepare() -> Iterator[Block]:
             for block in blocks:
+                self._start_time()
                 taken.append(block)
                 yield _prepare_rows(block, self._step)
 
@@ -300,6 +302,7 @@ class StepDelivery:
 
     def deliver(self, rows: Block) -> BlockResult:
         """Deliver rows of the task that come after all rows delivered before."""
+        self._start_time()
         allowed = self._order.find_allowed(rows)
         if self._is_late or not len(allowed):
             return BlockResult(0, np.arange(rows.num_rows))
@@ -307,9 +310,13 @@ class StepDelivery:
         ((_, result),) = self.run([part])
         return _expand_result(result, allowed, rows.num_rows)
 
+    def _start_time(self) -> None:
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._step.delivery.max_time
+
     @property
     def _is_late(self) -> bool:
-        return time.monotonic() > self._deadline
+        return self._deadline is not None and time.monotonic() > self._deadline
 
     def _fail_over(self, block: Block, result: BlockResult) -> BlockResult:
         """Deliver deferred rows to the second output, if there is one and it is time for it."""
