@@ -157,6 +157,17 @@ def test_output_has_the_settings_of_its_type() -> None:
         (f"{{name: a, transform: 'm:f', {FILE}}}", "3:15: actions[0].transform: needs a lane"),
         (f"{{name: a, lane: {{max_events: 1}}, {FILE}}}", "actions[0].lane: has no effect without"),
         (f"{{name: a, queue: disk, watermark: 1m, {FILE}}}", "watermark: has no effect without sq"),
+        (
+            f"{{name: a, queue: disk, idle_after: 1m, {FILE}}}",
+            "idle_after: has no effect without s",
+        ),
+        (
+            f"{{name: a, queue: disk, sql: SELECT 1, output_mode: update, idle_after: 1m, {FILE}}}",
+            "actions[0].idle_after: has no effect with output_mode: update",
+        ),
+        (f"{{name: a, queue: disk, sql: SELECT 1, idle_after: 0s, {FILE}}}", "must be more than 0"),
+        (f"{{name: a, queue: disk, sql: SELECT 1, idle_after: soon, {FILE}}}", "is not a duration"),
+        (f"{{name: a, queue: disk, sql: SELECT 1, idle_after: off, {FILE}}}", "is not a duration"),
         (f"{{name: a, queue: disk, transform: f, {FILE}}}", "transform: is module:function, such"),
         ("{name: a, output: {type: spark, format: csv}}", "3:30: actions[0].output.type: Spark wr"),
         (
@@ -169,6 +180,16 @@ def test_contradictory_action_is_refused_with_its_position(action: str, fault: s
     found = load_with_one_issue(actions(action, more="queues: {taken: }\n"))
     assert found.startswith("c.yaml:3:")
     assert fault in found
+
+
+def test_idle_after_is_a_minute_unless_it_is_set_or_null() -> None:
+    written = ("", ", idle_after: 10m", ", idle_after: null")
+    given = [
+        f"{{name: a{at}, queue: disk, sql: x{each}, {FILE}}}" for at, each in enumerate(written)
+    ]
+    pipeline = loads(actions(*given)).pipeline()
+    assert pipeline is not None
+    assert [each.idle_after for each in pipeline.actions] == [60.0, 600.0, None]
 
 
 SQL = "type: sql, url: 'sqlite:///a.db', table: t, columns: {id: offset}, exactly_once: true"

@@ -80,9 +80,10 @@ class QueryPosition:
         parts = dict(offset)
         starts, queue_ids = parts.pop(START_FIELD, {}), parts.pop(QUEUE_IDS_FIELD, {})
         request = parts.pop(REQUEST_FIELD, 0)
-        fields = parts, starts, queue_ids
-        by_node = ({int(node): each for node, each in part.items()} for part in fields)
-        return cls(*by_node, request=request)
+        offsets, starts, queue_ids = (
+            {int(node): each for node, each in part.items()} for part in (parts, starts, queue_ids)
+        )
+        return cls(offsets, starts, queue_ids, request)
 
     def to_offset(self) -> Offset:
         """Encode the position for Spark."""

@@ -2,8 +2,8 @@
 
 Spark moves a watermark only by newer events: on a quiet stream, the last windows of an aggregate
 would stay in the state until the next event. So if a lane with state has had no event for
-``idle_after``, its watermark moves on as fast as the clock, in steps of ``idle_after``, until
-nothing is left in the state.
+``idle_after``, its watermark moves on as fast as the clock, in steps, until nothing is left in the
+state.
 
 It moves on from where the events have left it, and not to the time of the clock. If a stream is
 always ten minutes late, so is its watermark, and its events are still not too late after a pause.
@@ -46,6 +46,9 @@ from turnlane.spark.nodes import Nodes
 
 log = get_logger(__name__)
 
+STEP_SHARE: Final = 0.1
+"""The share of a pause that a step takes at least: each step costs two batches, and a window may be
+open for a day."""
 BATCH_SECONDS: Final = 5.0
 """How long the batch that was asked for may take to begin: the reader polls for about a second."""
 LOOK_SECONDS: Final = 0.02
@@ -203,7 +206,8 @@ class IdleWatermark:
         timer, line = self._timer, self._line
         if line is None or timer.routed_until is None:
             return False
-        if now - max(timer.idle_since, self._moved_at) < self._idle_after:
+        step = max(self._idle_after, (now - timer.idle_since) * STEP_SHARE)
+        if now - max(timer.idle_since, self._moved_at) < step:
             return False
         clock = self._clock.time_ns() / 1e9 - (self._clock.monotonic() - timer.routed_until)
         wanted = line.compute(timer.routed_until, clock - self._delay)
