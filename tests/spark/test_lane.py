@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import uuid
@@ -348,6 +349,34 @@ class TestStalledLane:
         assert query.isActive
         assert "its batch is not interrupted" in caplog.text
         stop_lane(lane, query)
+
+    def test_lane_whose_batches_deliver_nothing_is_reported_and_not_started_again(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        query = Query()
+        query.batch_ended.set()
+        settled = [5]
+        limits = LaneLimits(stall_timeout=2.0)
+        watch = LaneWatch(limits, lambda _: 7, count_settled=lambda: settled[0])
+        lane = make_lane(query, stall=watch)
+        lane.start()
+        batches = itertools.count()
+
+        def has_stalled() -> bool:
+            query.finish_batch(next(batches), 7)
+            return lane.status.stalled is not None
+
+        wait_until(has_stalled)
+        assert re.fullmatch(
+            r"7 events wait, \d+ batches have delivered no event for \d+ s; "
+            "Spark: Waiting for data",
+            lane.status.stalled or "",
+        )
+        assert "its batches end" in caplog.text
+        settled[0] = 6
+        query.finish_batch(next(batches), 7)
+        wait_until(lambda: lane.status.stalled is None)
+        assert stop_lane(lane, query).restarts == 0
 
     def test_lane_that_waits_for_a_known_reason_has_not_stalled(
         self, caplog: pytest.LogCaptureFixture

@@ -23,6 +23,7 @@ each batch, and a batch that is repeated after a restart has the same result.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -141,9 +142,11 @@ class IdleWatermark:
         self._moved_in: int | None = None
         """The last batch before it was moved, until events that are too late are reported."""
         self._seconds: Any = spark._jvm.java.util.concurrent.TimeUnit.SECONDS  # type: ignore[union-attr]  # noqa: SLF001 - pyspark has no other way
-        self._is_possible = isinstance(spark.sparkContext._gateway, ClientServer)  # noqa: SLF001
-        """Only if each thread of Python has its thread of Java, which can own a lock."""
-        if not self._is_possible:
+        self._not_before = 0.0
+        """No attempt before this time: an earlier one has failed."""
+        if not isinstance(spark.sparkContext._gateway, ClientServer):  # noqa: SLF001
+            # Only a thread of Python with its own thread of Java can own a lock.
+            self._not_before = math.inf
             log.warning("lane.watermark_not_moved", error="PYSPARK_PIN_THREAD is not true")
 
     def on_progress(self, progress: StreamingQueryProgress) -> None:
@@ -170,7 +173,7 @@ class IdleWatermark:
         if self._run != str(query.runId):
             self._run, self._timer, self._line = str(query.runId), IdleTimer(now), None
             self._moved_at = 0.0
-        if not self._is_possible or not _may_have_open_windows(progress):
+        if now < self._not_before or not _may_have_open_windows(progress):
             return
         main = self._ask(MAIN)
         queues = [self._ask(queue) for queue in self._queues]
@@ -182,9 +185,9 @@ class IdleWatermark:
         try:
             if self._move(query, now, stop):
                 self._moved_in = -1 if progress is None else progress.batchId
-        except (AttributeError, Py4JError) as error:
-            if query.isActive:  # Another version of Spark.
-                self._is_possible = False
+        except (AttributeError, OSError, Py4JError) as error:
+            if query.isActive:  # The lane itself reports why a query has ended.
+                self._not_before = now + self._idle_after
                 reason = describe_failure(error)
                 log.warning("lane.watermark_not_moved", lane=query.name, error=reason)
 

@@ -8,7 +8,8 @@ all lanes of a pipeline, which receives Spark's events and puts them into the qu
 A lane's status also says what keeps the lane from sending, although its query runs: an open breaker
 or a full queue (:class:`BlockedReason`), or that it collects events for a batch. If events wait
 (:class:`WaitingEvents`), no batch ends and nothing of this is the reason, the lane is stalled: it
-reports that with what Spark is doing, and starts its query again if that is safe.
+reports that with what Spark is doing, and starts its query again if that is safe. A lane whose
+batches end and settle no event is stalled, too.
 
 If the query fails because of its events, the lane isolates them (``isolation``) before it starts
 the query again.
@@ -120,7 +121,8 @@ class LaneStatus:
     collecting: Collecting | None = None
     """The events that it waits for before the next batch."""
     stalled: str | None = None
-    """For how long no batch has ended and what Spark is doing, if there is no reason for it."""
+    """For how long no batch has ended, or none has delivered, and what Spark is doing, if there is
+    no reason for it."""
 
     @property
     def suspended(self) -> str | None:
@@ -216,6 +218,8 @@ class LaneWatch:
     limits: LaneLimits = field(default_factory=LaneLimits)
     count_waiting: CountWaiting = lambda _: 0
     report_stall: Callable[[], None] = lambda: None
+    count_settled: Callable[[], int | None] = lambda: None
+    """Returns how many events are settled; ``None`` if that is unknown, or each batch settles."""
 
 
 class LaneStalled(RetryLater):
@@ -262,6 +266,10 @@ class Lane:
         """The last progress of this run."""
         self._watch = watch or LaneWatch()
         self._detector = StallDetector(self._watch.limits)
+        self._settled: int | None = None
+        self._futile_batches = 0
+        """How many batches with events have ended since the last that has settled any."""
+        self._batch_ended_at = 0.0
         self._collecting: Collecting | None = None
         self._stalled: str | None = None
         self._thread = create_thread(f"lane-{name}", self._run)
@@ -401,8 +409,15 @@ class Lane:
             return False
         if event.progress is None:
             return True
-        self._detector.on_batch()
-        self._collecting = self._stalled = None
+        before, self._settled = self._settled, self._watch.count_settled()
+        has_settled = self._settled is None or self._settled != before
+        if has_settled or not event.progress.numInputRows:
+            self._detector.on_batch()
+            self._stalled, self._futile_batches = None, 0
+        else:
+            self._futile_batches += 1
+        self._batch_ended_at = time.monotonic()
+        self._collecting = None
         if event.progress.numInputRows:
             self._batches += 1
             self._rows += _count_events(event.progress)
@@ -431,9 +446,16 @@ class Lane:
         if isinstance(found, Collecting):
             self._collecting = found
         elif found is not None:
-            about = f"{events:,} events wait, no batch has ended for {round(found)} s"
-            self._stalled = f"{about}; Spark: {message}"
+            what = "no batch has ended"
             can_restart = self._watch.limits.can_interrupt or not is_in_batch
+            hint = "it starts again" if can_restart else "its batch is not interrupted"
+            silence = time.monotonic() - self._batch_ended_at
+            if self._futile_batches and silence < self._watch.limits.stall_timeout:
+                # The next run would do the same.
+                what = f"{self._futile_batches} batches have delivered no event"
+                can_restart, hint = False, "its batches end"
+            about = f"{events:,} events wait, {what} for {round(found)} s"
+            self._stalled = f"{about}; Spark: {message}"
             log.warning(
                 "lane.stalled",
                 lane=self.name,
@@ -441,7 +463,7 @@ class Lane:
                 seconds=round(found),
                 spark=message,
                 stack=_get_stack(query),
-                hint="it starts again" if can_restart else "its batch is not interrupted",
+                hint=hint,
             )
             self._watch.report_stall()
             if can_restart:
@@ -645,6 +667,12 @@ class WaitingEvents(Poller[Mapping[int, UnsettledSpans]]):
                 return {}
 
         super().__init__("waiting events", ask, {})
+
+    def count_settled(self) -> int | None:
+        """Return how many events are settled now; ``None`` if no node answers."""
+        self._asked_at = -POLL_SECONDS  # A batch has ended, so the last answer is too old.
+        found = self.get()
+        return sum(each.end - each.pending for each in found.values()) if found else None
 
     def count(self, progress: StreamingQueryProgress | None) -> int:
         """Return the number of events that wait."""

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
@@ -418,7 +418,8 @@ class Pipeline:
         patience = settings.stall_timeout + settings.trigger
         limits = LaneLimits(wanted, age, patience, can_interrupt=not has_checkpoint)
         waiting = WaitingEvents(self._nodes, queue, has_checkpoint=has_checkpoint)
-        return LaneWatch(limits, waiting.count, partial(self._count_stall, queue))
+        watch = LaneWatch(limits, waiting.count, partial(self._count_stall, queue))
+        return watch if has_checkpoint else replace(watch, count_settled=waiting.count_settled)
 
     def _count_stall(self, queue: str) -> None:
         """Have every node that answers count a stall of a lane."""

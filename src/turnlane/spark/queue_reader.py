@@ -465,7 +465,7 @@ class QueueStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return 0
         try:
             return int(self._options.request.read_text())
-        except FileNotFoundError:
+        except (OSError, ValueError):  # There is none yet, or a power loss has left it empty.
             return 0
 
     def _find_new_starts(
