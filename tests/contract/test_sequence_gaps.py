@@ -297,13 +297,13 @@ def test_accepted_numbers_behave_like_a_set(blocks: list[tuple[int, int]]) -> No
     assert clone == accepted == accepted.copy()
 
 
-def test_spill_of_a_block_with_skipped_numbers_claims_no_event_in_memory(
+def test_spill_of_a_block_with_positions_claims_no_event_in_memory(
     disk_assisted: DiskAssistedHarness, tmp_path: Path
 ) -> None:
     """The numbers are bytes of a file, so the number of an event in the middle is not known."""
     queue = disk_assisted.open(size=100, high_watermark=20, low_watermark=10)
     assert isinstance(queue, BufferedQueue)
-    files = queue.producer(producer_id="file", gaps=GapPolicy.SKIP)
+    files = queue.producer(producer_id="file", gaps=GapPolicy.POSITIONS)
     files.publish_block(block_of(numbered(0, 30)), sequence=3_000 - 30)
     wait_until(lambda: queue.stats().size <= 10, "the spill")
     copy = shutil.copytree(disk_assisted.path / "queue-0", tmp_path / "killed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tests.inputs.files_harness import (
     run_input,
     settings,
 )
-from tests.queue_internals import state_of
+from tests.queue_internals import state_of, store_of
 from turnlane.errors import DirectoryUnusable
 from turnlane.inputs.files import FilesInput
 from turnlane.inputs.files.reader import FileReader, LineBatch
@@ -221,6 +222,34 @@ def test_more_files_than_producers_of_the_queue_are_read_once(
                 reader.close()
             assert len(state_of(queue).sequences) == 20
             assert queue.end == 100
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"kind": "disk", "sync_interval": 3600.0},
+        {"kind": "disk_assisted", "size": 100, "high_watermark": 20, "low_watermark": 15},
+    ],
+    ids=["disk", "disk_assisted"],
+)
+def test_kill_after_a_part_of_a_block_is_settled_or_on_disk_skips_no_line(
+    tmp_path: Path, knobs: dict[str, Any]
+) -> None:
+    """The queue must not take the number of an event inside of a block for a byte of the file."""
+    log, data, left = tmp_path / "a.log", tmp_path / "data", tmp_path / "left"
+    log.write_bytes(make_lines(0, 1))
+    with open_test_queue(data, **knobs) as queue, run_input(data, log, queue=queue) as running:
+        running.await_lines(1)
+        if knobs["kind"] == "disk":  # the next sync is an hour away
+            await_condition(lambda: store_of(queue).log.synced_end == 1)
+        append(log, make_lines(1, 24))
+        running.await_lines(24)
+        queue.get(5).done()
+        if knobs["kind"] == "disk_assisted":
+            await_condition(lambda: store_of(queue).log.end > 0)
+        shutil.copytree(data, left)  # as a kill leaves it
+    with open_test_queue(left, **knobs) as queue, run_input(left, log, queue=queue) as running:
+        await_condition(lambda: set(running.lines()) >= set(make_values(5, 24)))
 
 
 def test_memory_queue_gets_undelivered_lines_again(tmp_path: Path) -> None:

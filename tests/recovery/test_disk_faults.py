@@ -79,7 +79,8 @@ def test_block_larger_than_the_free_space_is_written_in_parts(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk, kind: str
 ) -> None:
     """The part that fits is on disk; the rest follows when there is space again."""
-    knobs = LARGE if kind == "disk" else {"chunk_size": "64Mi"}
+    # Spilling ends at the low watermark, so a low watermark of 0 sends all of the block to disk.
+    knobs = LARGE if kind == "disk" else {"chunk_size": "64Mi", "low_watermark": 0}
     queue = queues(path, kind, disk=disk, **knobs)
     disk.fill(after_bytes=5 << 20)
     queue.producer().publish_block(large_block(100))

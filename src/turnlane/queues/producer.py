@@ -260,9 +260,8 @@ class BlockRequest(PublishRequest):
         numbers = self._accept_numbers()
         first = state.positions.end
         if self.events:
-            # A producer that skips numbers may not count events, but bytes of a file: then the
-            # number of an event in the middle is not known.
-            is_consecutive = self._numbers is None and self.producer.gaps is not GapPolicy.SKIP
+            has_positions = self.producer.gaps is GapPolicy.POSITIONS
+            is_consecutive = self._numbers is None and not has_positions
             state.append_block(self._block, self.size, numbers, is_consecutive=is_consecutive)
         self.published = self.published._replace(first=first, accepted=self.events)
         self._set_inside(first)

@@ -201,7 +201,7 @@ class QueueState:
         self.sequences[producer] = accepted
         if len(self.sequences) > MAX_SEQUENCES:
             del self.sequences[next(iter(self.sequences))]
-        accepted.add(0 if gaps is GapPolicy.SKIP else first, end)
+        accepted.add(0 if gaps.can_skip else first, end)
         if gaps is GapPolicy.FORGET:
             accepted.close_gaps(MAX_RUNS)
         return ProducerSequence(producer, end, accepted.start_of_run(first))

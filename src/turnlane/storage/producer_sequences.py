@@ -54,6 +54,15 @@ class GapPolicy(enum.Enum):
     """A number that was left out may come later. Beyond the limit, the lowest gap is closed."""
     SKIP = "skip"
     """Numbers only grow: a number that was left out never comes, and counts as accepted."""
+    POSITIONS = "positions"
+    """As ``SKIP``. The number after a block is a position in the producer's source, for example a
+    byte of a file, and the numbers inside of a block have no meaning. So a part of a block has no
+    number: the producer would continue at a wrong position."""
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether a number that was left out counts as accepted."""
+        return self in (GapPolicy.SKIP, GapPolicy.POSITIONS)
 
 
 class AcceptedSequences:

@@ -27,6 +27,7 @@ from turnlane.queues.state import MAX_SEQUENCES
 from turnlane.runtime import start_thread
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.producer_sequences import GapPolicy
+from turnlane.storage.store import FRAME_BYTES
 
 log = get_logger(__name__)
 
@@ -73,7 +74,8 @@ class LinePublisher:
         self._level = AckLevel.PERSISTED if self.is_durable else settings.ack
         self._drops_are_losses = queue.settings.full_behavior is FullBehavior.BLOCK
         self._max_rows = max(1, queue.max_events // QUEUE_SHARE)
-        self._max_bytes = max(1, queue.max_bytes // QUEUE_SHARE)
+        # One frame: after a kill between two frames of a block, the first would come again.
+        self._max_bytes = max(1, min(queue.max_bytes // QUEUE_SHARE, FRAME_BYTES))
 
     def get_max_line_bytes(self, source: str) -> int:
         """Return the longest line that fits into an event."""
@@ -144,7 +146,7 @@ class LinePublisher:
             on_ack=on_ack,
             flow=self._settings.flow,
             producer_id=reader.id,
-            gaps=GapPolicy.SKIP,
+            gaps=GapPolicy.POSITIONS,
         )
         return reader.producer
 
