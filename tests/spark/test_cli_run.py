@@ -43,6 +43,22 @@ spark: {master: "local[2]"}
 """
 
 
+INVALID = (
+    (CONFIG + "- [", "c.yaml:12:1: ", "not YAML"),
+    (CONFIG.replace("queue: disk", "queue: dsk"), "c.yaml:9:50: actions[1].queue: ", "'dsk'"),
+    (
+        CONFIG.replace("severity <= 3", "severty <= 3"),
+        "c.yaml:9:28: actions[1].filter: ",
+        "`severty` cannot be resolved",
+    ),
+    (f"{CONFIG}transform: absent:f", "c.yaml:12:12: transform: ", "No module named 'absent'"),
+    (
+        f"{CONFIG}transform: failing:fail",
+        "c.yaml:12:12: transform: ",
+        "ValueError: no rules (failing.py:2)",
+    ),
+)
+"""Configurations that a reload refuses, with the start and a part of the only error."""
 Start = Callable[..., Program]
 
 
@@ -87,18 +103,21 @@ def test_run_delivers_syslog_reloads_the_file_and_ends_on_a_signal(
 ) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(CONFIG)
-    program = start("run", "c.yaml")
-    address = program.wait_for("node", state="ready")["inputs"]["syslog"]
+    (tmp_path / "failing.py").write_text("def fail(events):\n    raise ValueError('no rules')\n")
+    program = start("run", "c.yaml", "--log-format=json")
+    node = program.wait_for("node", state="ready")
+    address = node["inputs"]["syslog"]
     assert program.wait_for("lanes")["names"] == ["main", "alerts"]
     send(address, 3, 6, 7, text="first")
     wait_until_file_has(tmp_path / "all.jsonl", ["first 3", "first 6"], program)
     wait_until_file_has(tmp_path / "alerts.jsonl", ["first 3"], program)
 
     # An invalid configuration changes nothing.
-    config.write_text(CONFIG.replace("severity <= 3", "severty <= 3"))
-    (fault,) = program.wait_for("reload", accepted=False)["faults"]
-    assert fault.startswith("c.yaml:9:28: actions[1].filter: ")
-    assert "severty" in fault
+    for invalid, start_of_fault, part in INVALID:
+        config.write_text(invalid)
+        (fault,) = program.wait_for("reload", accepted=False)["faults"]
+        assert fault.startswith(start_of_fault)
+        assert part in fault
     send(address, 2, text="second")
     wait_until_file_has(tmp_path / "alerts.jsonl", ["first 3", "second 2"], program)
 
@@ -115,7 +134,14 @@ def test_run_delivers_syslog_reloads_the_file_and_ends_on_a_signal(
     program.process.send_signal(signal.SIGTERM)
     program.wait_for("stopped")
     assert program.ended() == 0, program.errors
-    assert "turnlane: stopped" in program.errors  # The node has ended, too.
+    assert not Path(f"/proc/{node['pid']}").exists()
+
+    # stderr has only JSON, without Java's warning and without the tracebacks of ended processes,
+    # and only this process reports the signal.
+    assert [json.loads(line) for line in program.errors.splitlines()]
+    for unwanted in ("incubator", "Traceback", "stopping"):
+        assert unwanted not in program.errors
+    assert [each["event"] for each in program.hear()].count("stopping") == 1
 
 
 def test_killed_node_restarts_with_the_accepted_configuration(start: Start, tmp_path: Path) -> None:

@@ -192,6 +192,18 @@ def warn(text: str, level: int = logging.INFO, prefix: str = "turnlane: ") -> No
         typer.echo(_json_messages.format(record), err=True)
 
 
+def pass_line_on(line: bytes) -> None:
+    """Write a line of another process to stderr; if the log is JSON and the line is not, in JSON.
+
+    Safe on a thread that still runs when Python exits.
+    """
+    if _json_messages is not None and not line.startswith(b"{"):
+        text = line.decode(errors="replace").rstrip()
+        record = logging.LogRecord("spark.stderr", logging.WARNING, __file__, 0, text, None, None)
+        line = _json_messages.format(record).encode()
+    os.write(2, line + b"\n")
+
+
 def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, elastic: str) -> None:
     """Print a table, cut to the terminal's width; columns are a title and ``left`` or ``right``.
 

@@ -50,6 +50,8 @@ class Signals(Closeable):
     def __init__(self, *, hangup: bool = False) -> None:
         self._caught = deque[signal.Signals]()
         self._count = 0
+        self.last: signal.Signals | None = None
+        """The signal that :meth:`poll`, :meth:`wait` or :meth:`wait_or` has noticed last."""
         self._pipe_lock = threading.Lock()
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
@@ -77,13 +79,17 @@ class Signals(Closeable):
             ready, _, _ = select.select([self._read_end], [], [], seconds)
             if ready:
                 os.read(self._read_end, 64)
-        return self._caught.popleft() if self._caught else None
+        return self._take() if self._caught else None
 
     def wait(self) -> signal.Signals:
         """Sleep until a signal ends the service, and return it."""
         while not self._caught:
             os.read(self._read_end, 64)
-        return self._caught.popleft()
+        return self._take()
+
+    def _take(self) -> signal.Signals:
+        self.last = self._caught.popleft()
+        return self.last
 
     def wait_or(self, work: Callable[[], object]) -> bool:
         """Do some work on a thread; true once it is done, false if a signal came before."""
@@ -92,7 +98,7 @@ class Signals(Closeable):
         while not done.done() and not self._caught:
             os.read(self._read_end, 64)
         if not done.done():
-            self._caught.popleft()
+            self._take()
             return False
         done.result()
         return True

@@ -97,8 +97,10 @@ def serve(
             why = _wait_for_reason_to_stop(service, signals)
             if ready_file is not None:
                 ready_file.unlink(missing_ok=True)
-            console.warn(f"{why}: stopping; signal again to stop at once")
-            _stop_in_order(service, signals)
+            reports = text_fd is None  # otherwise `turnlane run` reports that it stops
+            if reports:
+                console.warn(f"{why}: stopping; signal again to stop at once")
+            _stop_in_order(service, signals, reports=reports)
         finally:
             service.stop(0.0)
 
@@ -309,10 +311,11 @@ def _announce(service: Service, ready_file: Path | None, *, as_json: bool) -> No
     notify_systemd("READY=1")
 
 
-def _stop_in_order(service: Service, signals: Signals) -> None:
+def _stop_in_order(service: Service, signals: Signals, *, reports: bool) -> None:
     notify_systemd("STOPPING=1")
     if signals.wait_or(service.stop):
-        console.warn("stopped")
+        if reports:
+            console.warn("stopped")
         exit_if_stuck(0)
     else:
         console.warn("stopping without waiting; signal again to end immediately")

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from turnlane.cli.console import LogFormat, LogLevel
+from turnlane.cli.console import LogFormat, LogLevel, pass_line_on
 from turnlane.cli.process import HEALTHY_AFTER, RESTART_BACKOFF
 from turnlane.errors import Never, TurnlaneError
 from turnlane.runtime import call_in_thread
@@ -70,7 +70,7 @@ def start_session(
     conf = {JAVA_OPTIONS: options, "spark.log.level": spark_level.upper(), **settings.conf}
     settings = settings.model_copy(update={"conf": conf, "master": master or settings.master})
     try:
-        return open_session(settings, modules=modules, variables=variables)
+        return open_session(settings, modules=modules, variables=variables, write_line=pass_line_on)
     except TurnlaneError:
         raise
     except Exception as error:

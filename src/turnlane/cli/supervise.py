@@ -82,7 +82,7 @@ class PipelineSupervisor:
         self._endpoint = endpoint
         self._on_cluster = on_cluster
         self._reloads = reloads
-        self._stamp = stamp
+        self._stamp = self._last_stamp = stamp
         self._runner: PipelineRunner | None = None
         self._spark_starts = spark.starts
         """The start of Spark whose end was not reported yet."""
@@ -100,7 +100,7 @@ class PipelineSupervisor:
         Raises ``ConfigError`` with positions if the pipeline cannot run as it is configured, and
         ``NodeFailed``.
         """
-        while (caught := signals.poll(POLL_SECONDS)) is None:
+        while signals.poll(POLL_SECONDS) is None:
             self._check_node()
             if self._spark.has_died():
                 work: Callable[[], None] | None = self._restart_spark
@@ -112,8 +112,8 @@ class PipelineSupervisor:
             except Exception:
                 if not self._spark.has_died():
                     raise
-        name = "signal" if caught is None else caught.name
-        self._report("stopping", f"{name}: stopping; signal again to stop at once")
+        assert signals.last is not None
+        self._report("stopping", f"{signals.last.name}: stopping; signal again to stop at once")
 
     def _find_due_work(self, signals: Signals) -> Callable[[], None] | None:
         """Return the next thing to do with the lanes, if there is one."""
@@ -232,8 +232,11 @@ class PipelineSupervisor:
 
     def _is_reload_due(self, signals: Signals) -> bool:
         """Whether the file has to be read again: it has changed, or SIGHUP asked for it."""
-        now = get_stamp(self._path)
-        if signals.hung_up or (self._reloads and now is not None and now != self._stamp):
+        now, before = get_stamp(self._path), self._last_stamp
+        self._last_stamp = now
+        # An editor may have written only a part of it: it is read once it stays the same.
+        has_changed = now is not None and now != self._stamp and now == before
+        if signals.hung_up or (self._reloads and has_changed):
             signals.hung_up = False
             self._stamp = now
             self._reload_pending = True

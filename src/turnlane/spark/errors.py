@@ -34,7 +34,10 @@ _RUN: Final = re.compile(
     r"|Job aborted due to stage failure: Task .*? \(TID \d+\) \([^)]*\): "
 )
 """The ids of the run and of the task, which differ each time."""
-_SQL_STATE: Final = re.compile(r"(\s+SQLSTATE: \w{5})+$")
+_SQL_STATE: Final = re.compile(
+    r"(?:\s+SQLSTATE: \w{5})+(?:(?:;| \()\s*line (\d+),? pos (\d+)[;)]?)?$"
+)
+"""A code for programs, and the position in an expression."""
 
 
 def describe_failure(error: BaseException) -> str:
@@ -87,6 +90,10 @@ def _get_first_line(text: str) -> str | None:
 def _list_lines(text: str) -> Iterator[str]:
     """Yield lines that are not empty, without the margin of exception groups."""
     for line in text.splitlines():
-        plain = _SQL_STATE.sub("", _GROUP_MARGIN.sub("", line))
+        plain = _SQL_STATE.sub(_keep_position, _GROUP_MARGIN.sub("", line))
         if plain.strip():
             yield plain
+
+
+def _keep_position(found: re.Match[str]) -> str:
+    return f" (line {found[1]}, position {found[2]})" if found[1] else ""

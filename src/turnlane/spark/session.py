@@ -13,13 +13,15 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Final
 
 import pyspark
 from pyspark import SparkConf, SparkContext
+from pyspark.java_gateway import launch_gateway
 from pyspark.logger import PySparkLogger
 from pyspark.sql import SparkSession
 
@@ -27,7 +29,7 @@ from turnlane.errors import Never
 from turnlane.logs import get_logger
 from turnlane.memory import find_system_limit
 from turnlane.pipeline.settings import DRIVER_MEMORY, SparkSettings
-from turnlane.runtime import create_scratch_directory
+from turnlane.runtime import create_scratch_directory, start_thread
 from turnlane.units import compute_share
 
 log = get_logger(__name__)
@@ -101,8 +103,24 @@ _INSTALL: Final = (
 )
 
 
+JAVA_ERROR_SECONDS: Final = 5.0
+"""How long to wait for the last lines of a Java process that does not start."""
+INCUBATOR_WARNING: Final = b"WARNING: Using incubator modules: jdk.incubator.vector"
+"""Spark always has Java load this module, and then Java warns of it. Only Spark's library for
+machine learning uses it."""
+
+
 class JavaMissing(Never):
     """There is no Java, or it is too old for Spark."""
+
+
+WriteLine = Callable[[bytes], None]
+"""Writes a line, given without its end. It must not block for long: Java would wait with it."""
+
+
+def write_to_stderr(line: bytes) -> None:
+    """Write a line to stderr. Safe on a thread that still runs when Python exits."""
+    os.write(2, line + b"\n")
 
 
 def find_java() -> Path:
@@ -126,12 +144,17 @@ def find_java() -> Path:
 
 
 def open_session(
-    settings: SparkSettings, *, modules: Sequence[Path] = (), variables: Sequence[str] = ()
+    settings: SparkSettings,
+    *,
+    modules: Sequence[Path] = (),
+    variables: Sequence[str] = (),
+    write_line: WriteLine = write_to_stderr,
 ) -> SparkSession:
     """Return a session with the settings, or the session that exists already.
 
     On a cluster, the executors get the files ``modules``, to import them, and the environment
-    variables ``variables``, which contain tokens: their machines have neither.
+    variables ``variables``, which contain tokens: their machines have neither. ``write_line`` gets
+    what Java and its Python processes print to stderr.
     """
     find_java()
     # Without it, Python processes outside the virtual environment would be started.
@@ -146,7 +169,7 @@ def open_session(
     else:
         known = (name for name in variables if name in os.environ)
         conf = {f"spark.executorEnv.{name}": os.environ[name] for name in known} | conf
-    _start_java(settings.master, conf)
+    _start_java(settings.master, conf, write_line)
     builder = SparkSession.builder.master(settings.master).appName(settings.app_name)
     for name, value in conf.items():
         builder = builder.config(name, value)
@@ -173,13 +196,36 @@ def _get_network_defaults(settings: SparkSettings) -> Mapping[str, str]:
     return {}
 
 
-def _start_java(master: str, conf: Mapping[str, str]) -> None:
-    """Start Java, unless it runs. It gets secrets later, over a connection of its own."""
+def _start_java(master: str, conf: Mapping[str, str], write_line: WriteLine) -> None:
+    """Start Java, unless it runs. It gets secrets later, over a connection of its own.
+
+    Java's stderr is a pipe, because Java itself prints a warning at each start that no option
+    prevents. Java notices by its stdin, not by this pipe, that this process has ended.
+    """
+    if SparkContext._gateway is not None:  # noqa: SLF001 - pyspark has no other way
+        return
     public = SparkConf(loadDefaults=False).setMaster(master)
     for name, value in conf.items():
         if not re.search(SECRET_NAMES, name):
             public.set(name, value)
-    SparkContext._ensure_initialized(conf=public)  # noqa: SLF001 - pyspark has no other way
+    read_end, write_end = os.pipe()
+    lines = start_thread("turnlane-java-stderr", lambda: _pass_on(read_end, write_line))
+    try:
+        gateway = launch_gateway(public, {"stderr": write_end})
+    except BaseException:
+        os.close(write_end)
+        lines.join(JAVA_ERROR_SECONDS)  # they say why
+        raise
+    os.close(write_end)
+    SparkContext._ensure_initialized(gateway=gateway)  # noqa: SLF001
+
+
+def _pass_on(read_end: int, write_line: WriteLine) -> None:
+    """Pass the lines of a pipe on until its other end is closed, except for Java's warning."""
+    with os.fdopen(read_end, "rb") as lines:
+        for line in lines:
+            if line.strip() != INCUBATOR_WARNING:
+                write_line(line.rstrip(b"\n"))
 
 
 def use_installed_pyspark() -> None:
@@ -238,6 +284,32 @@ def freeze_gc_after(kind: str) -> Iterator[None]:
         _frozen_kinds.add(kind)
         gc.collect()
         gc.freeze()
+
+
+READER_PROCESS: Final = "pyspark.sql.streaming.python_streaming_source_runner"
+"""The module that the process of a stream's reader runs."""
+_CLOSED_CONNECTION: Final = (EOFError, BrokenPipeError, ConnectionResetError)
+
+
+def end_quietly_with_query() -> None:
+    """Have the process of a stream's reader end without a traceback when its query ends.
+
+    Spark ends such a process by closing the connection. pyspark takes that for a failure, tries to
+    report it over the same connection, and fails with three tracebacks.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name == READER_PROCESS:
+        sys.excepthook = _report_uncaught
+
+
+def _report_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    each: BaseException | None = error
+    while isinstance(each, _CLOSED_CONNECTION):
+        each = each.__context__
+    if each is not None:
+        sys.__excepthook__(kind, error, trace)
 
 
 Session = SparkSession

@@ -40,7 +40,7 @@ from turnlane.spark.options import (
 )
 from turnlane.spark.queue_reader import FilteringBatchReader, QueueBatchReader, QueueStreamReader
 from turnlane.spark.row_codec import check_writable, get_read_schema
-from turnlane.spark.session import freeze_gc_after
+from turnlane.spark.session import end_quietly_with_query, freeze_gc_after
 from turnlane.spark.task import QueueTask, merge_results
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class TurnlaneSource(DataSource):
         return (FilteringBatchReader if options.push_filters else QueueBatchReader)(options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
+        end_quietly_with_query()
         options = self._parse_read_options()
         if isinstance(options, LaneReadOptions):
             return LaneReader(options, schema)
