@@ -20,12 +20,19 @@ from typer.testing import CliRunner, Result
 
 from tests.contract.harness import wait_until
 from tests.node.conftest import Serve, ServedNode, values
+from tests.node.lane import stage_block
 from turnlane.cli.app import app
 from turnlane.client import dead_letters
 from turnlane.client.dead_letters import DeadLetters, LetterFilter, SelectedLetters
-from turnlane.delivery.results import DeadLetter, make_dead_letter_block
+from turnlane.delivery.results import (
+    STEP_FAILED,
+    DeadLetter,
+    DeadLetterLog,
+    make_dead_letter_block,
+)
 from turnlane.errors import ConfigError, RetryLater
 from turnlane.events import Block, block_of
+from turnlane.node.commit_record import Commit
 
 PATIENCE = 120.0
 QUEUES: dict[str, dict[str, Any]] = {
@@ -351,3 +358,47 @@ def test_invalid_condition_is_refused_before_any_change(node_with_letters: Serve
     with pytest.raises(ConfigError):
         DeadLetters(node, "alerts").purge(LetterFilter(where="x >"), None, lambda _: None)
     assert count_pending(node_with_letters) == 30
+
+
+# ── the log ──
+
+
+def commit_letters(served: ServedNode, letters: Block, queue: str = "alerts.dead") -> None:
+    served.node.commits.commit(Commit([stage_block(served.node, queue, letters)], []))
+
+
+def list_logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    events = [each for each in caplog.records if vars(each).get("event") == "delivery.events_dead"]
+    return [vars(each)["fields"] for each in events]
+
+
+def test_dead_letters_are_logged_at_once_and_then_as_one_summary(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve(QUEUES)
+    commit_letters(served, build_letters(range(2)))
+    commit_letters(served, build_letters(range(1), action="direct"), "direct.dead")
+    first = {"events": 2, "queue": "alerts.dead", "reason": "Never: refused: Never"}
+    hint = "turnlane dlq show alerts CONFIG"
+    assert list_logged(caplog)[0] == {"action": "alerts", **first, "hint": hint}
+    for number in range(3):
+        commit_letters(served, build_letters(range(number, number + 2), "TooLarge"))
+    # Letters that their lane has logged, and events that are sent again, are not mentioned.
+    commit_letters(served, build_letters(range(1), STEP_FAILED))
+    commit_letters(served, build_letters(range(1)), "alerts")
+    assert [each["action"] for each in list_logged(caplog)] == ["alerts", "direct"]
+    served.node.commits.close()
+    last = list_logged(caplog)[2:]
+    assert [(each["events"], each["reason"]) for each in last] == [
+        (6, "TooLarge: refused: TooLarge")
+    ]
+
+
+def test_summary_of_dead_letters_comes_without_another_letter(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with DeadLetterLog(seconds=0.05) as letters:
+        for _ in range(5):
+            letters.add("alerts", 1, "alerts.dead", "refused")
+        wait_until(lambda: sum(each["events"] for each in list_logged(caplog)) == 5)
+        assert list_logged(caplog)[0]["events"] == 1

@@ -8,15 +8,20 @@ their way; ``BlockResult`` is the final account.
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from turnlane.events import Block
+from turnlane.logs import get_logger
+from turnlane.runtime import Closeable
+
+log = get_logger(__name__)
 
 RowNumbers: TypeAlias = range | npt.NDArray[np.int64]
 """Numbers of rows in a block. Mostly they are consecutive."""
@@ -101,6 +106,10 @@ _FIELDS: list[pa.Field[Any]] = [
 ]
 DEAD_LETTER_COLUMNS = pa.schema(_FIELDS)
 """The columns that a dead letter has in addition to the columns of its event."""
+STEP_FAILED: Final = "StepFailed"
+"""The reason of dead letters that a lane's own code could not handle."""
+SUMMARY_SECONDS: Final = 60.0
+"""The least time between two log lines about the dead letters of an action."""
 
 
 def make_dead_letter_block(
@@ -128,3 +137,56 @@ def make_dead_letter_block(
         column: Any = pa.array(values[added.name], added.type)
         rows = rows.append_column(added, column.take(letter_of_row))
     return rows
+
+
+class DeadLetterLog(Closeable):
+    """Logs new dead letters: the first of an action at once, the next ones together, each minute.
+
+    Safe to use from any thread.
+    """
+
+    def __init__(self, seconds: float = SUMMARY_SECONDS) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._timers: dict[str, threading.Timer] = {}
+        """By action: what logs its next summary."""
+        self._waiting: dict[str, tuple[int, str, str]] = {}
+        """By action: the number of letters of the next summary, their queue and the last reason."""
+
+    def add(self, action: str, events: int, queue: str, reason: str) -> None:
+        """Note that a queue has new dead letters of an action."""
+        with self._lock:
+            before = self._waiting.get(action, (0, "", ""))[0]
+            self._waiting[action] = (before + events, queue, reason)
+            if action not in self._timers:
+                self._log(action)
+
+    def _log(self, action: str) -> None:
+        """Log what waits of an action, and the next summary later. Under the lock."""
+        events, queue, reason = self._waiting.pop(action)
+        log.warning(
+            "delivery.events_dead",
+            action=action,
+            events=events,
+            queue=queue,
+            reason=reason,
+            hint=f"turnlane dlq show {action} CONFIG",
+        )
+        timer = threading.Timer(self._seconds, self._end_pause, [action])
+        timer.daemon = True
+        self._timers[action] = timer
+        timer.start()
+
+    def _end_pause(self, action: str) -> None:
+        with self._lock:
+            if self._timers.pop(action, None) is not None and action in self._waiting:
+                self._log(action)
+
+    def close(self) -> None:
+        """Log what waits."""
+        with self._lock:
+            for action in list(self._waiting):
+                self._log(action)
+            for timer in self._timers.values():
+                timer.cancel()
+            self._timers.clear()

@@ -20,8 +20,10 @@ from typing import Final, NamedTuple
 
 import pyarrow as pa
 
+from turnlane.delivery.results import STEP_FAILED, DeadLetterLog
 from turnlane.errors import Never, NoSuchQueue, QueueClosed, QueueFull, RetryLater
 from turnlane.events import Block
+from turnlane.formats.parse_settings import PARSE_ERROR
 from turnlane.logs import get_logger
 from turnlane.node.commit_record import (
     CommitLog,
@@ -180,7 +182,9 @@ class StagePublisher:
         group: Sequence[CommitPart],
         queues: Queues,
         is_dropped: Callable[[BufferedQueue], bool],
+        dead_letters: DeadLetterLog,
     ) -> None:
+        self._dead_letters = dead_letters
         self._group = group
         self._queues = queues
         self._is_dropped = is_dropped
@@ -208,8 +212,10 @@ class StagePublisher:
             return
         try:
             with self._end_if_dropped(part):
-                sequence = part.sequence + index
-                self._get_producer(part).publish_block(block, sequence=sequence, timeout=timeout)
+                published = self._get_producer(part).publish_block(
+                    block, sequence=part.sequence + index, timeout=timeout
+                )
+                self._note_dead_letters(part.queue, block, published.accepted)
         except QueueClosed:
             raise
         except PERMANENT_ERRORS:
@@ -218,6 +224,17 @@ class StagePublisher:
             )
             self.refused.add(part)
             self._ended.add(part)
+
+    def _note_dead_letters(self, queue: str, block: Block, events: int) -> None:
+        action, _, suffix = queue.rpartition(".")
+        names = {"dead_reason", "dead_error", PARSE_ERROR}.intersection(block.schema.names)
+        if not events or suffix != "dead" or not names:
+            return
+        first = {name: block.column(name)[0].as_py() for name in names}
+        reason, text = first.get("dead_reason"), first.get("dead_error") or first.get(PARSE_ERROR)
+        if reason != STEP_FAILED:  # the lane has logged it, with the step of its code
+            why = ": ".join(filter(None, (reason, text)))
+            self._dead_letters.add(action, events, queue, why)
 
     def _get_producer(self, part: CommitPart) -> BufferedProducer:
         if part not in self._producers:
@@ -280,6 +297,7 @@ class CommitContext:
     """Raises ``NoSuchQueue``."""
     keep_in_memory: Callable[[str, Iterable[Block], int], None]
     """Keep blocks for a queue in memory, at most the given number of events."""
+    dead_letters: DeadLetterLog
 
 
 class CommitJob:
@@ -414,7 +432,8 @@ class CommitJob:
         self, group: Sequence[CommitPart], deadline: float | None
     ) -> Collection[CommitPart]:
         """Publish parts; return the parts that their queues refuse."""
-        publisher = StagePublisher(group, self._queues, self._is_dropped)
+        letters = self._context.dead_letters
+        publisher = StagePublisher(group, self._queues, self._is_dropped, letters)
         if any(
             self._queues[part.queue].stored_id and contents is not None and contents.has_memory_copy
             for part in group

@@ -42,6 +42,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from turnlane.delivery.results import DeadLetterLog
 from turnlane.errors import (
     ConfigError,
     NoSuchStage,
@@ -198,7 +199,10 @@ class Commits:
         self._log = CommitLog(directory, disk)
         self._writers = WriterEpochs(directory, disk)
         self.overflow = OverflowBuffer(queue)
-        self._context = CommitContext(self._log, staging, self._writers, queue, self.overflow.add)
+        self._dead_letters = DeadLetterLog()
+        self._context = CommitContext(
+            self._log, staging, self._writers, queue, self.overflow.add, self._dead_letters
+        )
         self._locks = CommitLocks()
         self._closing = threading.Event()
         self.total = 0
@@ -306,6 +310,7 @@ class Commits:
         """Wait for the running commits. The queues have to be closed before."""
         self.stop()
         self._locks.wait_until_idle()
+        self._dead_letters.close()
 
     # ── requested ────────────────────────────────────────────────────────────────────────────────
 

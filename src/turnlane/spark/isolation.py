@@ -32,7 +32,7 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # has n
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 
-from turnlane.delivery.results import DeadLetter
+from turnlane.delivery.results import STEP_FAILED, DeadLetter
 from turnlane.errors import RetryLater
 from turnlane.intervals import RangeSet, Span, take_newest, take_oldest
 from turnlane.logs import get_logger
@@ -49,8 +49,6 @@ SAMPLES: Final = 20
 """If so many events have failed and none has passed, so many others are tried before the code is
 at fault."""
 OFFSETS_SHOWN: Final = 5
-STEP_FAILED: Final = "StepFailed"
-"""The reason of dead letters that a lane's own code could not handle."""
 
 
 class EventSpan(NamedTuple):
