@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.certificates import Certificates
 from tests.conftest import skip_or_fail
 from tests.ports import free_port
 from tests.spark.nodes import serving
@@ -269,6 +270,25 @@ def test_node_whose_address_is_taken_is_started_again(start: Start, tmp_path: Pa
         (tmp_path / "c.yaml").write_text(CONFIG.replace('tcp: "127.0.0.1:0"', address))
         program = start("run", "c.yaml")
         program.wait_for("node", state="died", code=75)
+    program.wait_for("node", state="ready")
+    program.process.send_signal(signal.SIGTERM)
+    assert program.ended() == 0, program.errors
+
+
+def test_node_that_lacks_a_certificate_is_started_again_once_it_has_run(
+    start: Start, tmp_path: Path, certificates: Certificates
+) -> None:
+    """The configuration is the one that worked before, so the certificate may come back."""
+    cert, key = (shutil.copy(each, tmp_path) for each in certificates.server)
+    tls = f'tls: {{listen: "127.0.0.1:0", cert: "{cert}", key: "{key}"}}'
+    (tmp_path / "c.yaml").write_text(CONFIG.replace('tcp: "127.0.0.1:0"', tls))
+    program = start("run", "c.yaml")
+    node = program.wait_for("node", state="ready")
+    Path(cert).rename(tmp_path / "away")
+    os.kill(node["pid"], signal.SIGKILL)
+    for _ in range(2):
+        program.wait_for("node", state="died", code=78)
+    (tmp_path / "away").rename(cert)
     program.wait_for("node", state="ready")
     program.process.send_signal(signal.SIGTERM)
     assert program.ended() == 0, program.errors

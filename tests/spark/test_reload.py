@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,102 @@ def test_reload_waits_for_blocked_lanes_and_names_the_reason(
     assert node.values("held") == numbers(0, 120)
     assert set(node.values("more")) <= {*numbers(0, 120)}
     assert "already active" not in caplog.text
+
+
+def list_runs(runner: PipelineRunner) -> dict[str, str]:
+    """Return the ids of the runs of all lanes' queries, by lane."""
+    return {str(query.name): str(query.runId) for query in runner._spark.streams.active}
+
+
+def change(before: PipelinePlan, **changes: dict[str, Any]) -> PipelinePlan:
+    """Return a plan with changed settings of some actions."""
+    actions = [
+        action.model_copy(update=changes.get(action.name, {})) for action in before.settings.actions
+    ]
+    settings = before.settings.model_copy(update={"actions": tuple(actions)})
+    return replace(before, settings=settings)
+
+
+def test_reload_restarts_only_the_lanes_that_have_changed(
+    node: Served, publisher: Publisher, runner: PipelineRunner, tmp_path: Path
+) -> None:
+    first = plan(node, tmp_path, "held", "more")
+
+    def start(wanted: PipelinePlan) -> dict[str, str]:
+        """Start a plan; return the runs of its lanes."""
+        names = {"main", *(action.name for action in wanted.settings.actions)}
+        runner.start(wanted)
+        wait_until(lambda: set(list_runs(runner)) == names, "the lanes", PATIENCE)
+        return list_runs(runner)
+
+    runs = start(first)
+    wait_until(lambda: node.queue("more").end > 0, "the first lanes", PATIENCE)
+
+    # Filters are evaluated by the main lane.
+    filtered = change(first, more={"filter": "CAST(CAST(value AS string) AS int) % 2 = 0"})
+    assert find_changed(runs, runs := start(filtered)) == {"main"}
+    # An output, or the size of batches, belongs to the lane of its action.
+    output = FileOutputSettings(type="file", path=tmp_path / "elsewhere")
+    moved = change(filtered, held={"output": output})
+    assert find_changed(runs, runs := start(moved)) == {"held"}
+    lane = LaneSettings(min_events=10**8, max_age=86_400)
+    resized = change(moved, more={"lane": lane})
+    assert find_changed(runs, runs := start(resized)) == {"more"}
+    # The main lane routes to all actions, so it starts again if an action goes.
+    fewer = replace(
+        resized,
+        settings=resized.settings.model_copy(update={"actions": resized.settings.actions[:1]}),
+    )
+    assert find_changed(runs, runs := start(fewer)) == {"main", "more"}
+    assert find_changed(runs, start(fewer)) == set()
+
+    publisher.stop()
+    wait_until(lambda: node.queue("main").low == publisher.count, "all of them", PATIENCE)
+    runner.stop()
+    assert node.values("held") == numbers(0, publisher.count)
+    assert len(set(node.values("more"))) == len(node.values("more"))
+
+
+def find_changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    return {name for name in before | after if before.get(name) != after.get(name)}
+
+
+def test_lanes_run_on_while_a_reload_waits_for_another_lane(
+    node: Served,
+    runner: PipelineRunner,
+    disk: FaultyDisk,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The main lane commits into a queue whose disk is full, and cannot be interrupted."""
+    monkeypatch.setattr(pipelines, "STOP_SECONDS", 5.0)
+    first = plan(node, tmp_path, "held", "more")
+    runner.start(first)
+    wait_until(lambda: _all_run(runner), "the first lanes", PATIENCE)
+    before = list_runs(runner)
+    node.publish("main", numbers(0, 100))
+    disk.fail("write", error=errno.ENOSPC, times=None, match=".chunk")
+    wait_until(lambda: node.queue("held").storage_failure, "the full disk", PATIENCE)
+    lane = LaneSettings(min_events=10**8, max_age=86_400)
+    changed = change(first, held={"filter": "true"}, more={"lane": lane})
+    with pytest.raises(LanesStillRunning, match="lane main of the earlier configuration"):
+        runner.start(changed)
+    assert runner.plan is None
+    wait_until(
+        lambda: list_runs(runner).get("more") not in (None, before["more"]), "more", PATIENCE
+    )
+    new = list_runs(runner)["more"]
+    assert list_runs(runner)["held"] == before["held"]
+
+    disk.clear()
+    wait_until(lambda: runner.status()[0].state is LaneState.STOPPED, "the main lane", PATIENCE)
+    assert runner.start(changed) == ["main"]
+    assert runner.plan == changed
+    wait_until(lambda: node.queue("main").low == 100, "all of them", PATIENCE)
+    after = list_runs(runner)
+    assert (after["held"], after["more"]) == (before["held"], new)
+    assert not runner.stop()
+    assert node.values("held") == node.values("more") == numbers(0, 100)
 
 
 def test_plan_is_checked_once_while_the_earlier_plan_runs(

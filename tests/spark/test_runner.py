@@ -38,7 +38,7 @@ def list_changes_of(states: list[LaneStatus]) -> list[tuple[str, str | None]]:
     lanes: Any = FakePipeline()
     nothing: Any = None
     runner = PipelineRunner(nothing)
-    runner._pipeline = lanes
+    runner._lanes = lanes
     said = []
     for state in states:
         lanes.now = [state]

@@ -28,7 +28,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
 
-from turnlane.cli.console import ExitCode
 from turnlane.logs import get_logger
 from turnlane.pacing import Backoff
 from turnlane.runtime import Closeable, call_in_thread, remove_scratch_directories, start_thread
@@ -252,11 +251,6 @@ class NodeProcess(Closeable):
             os.close(self._lifeline.pop())
         self._text.close()
         self._directory.cleanup()
-
-
-def is_permanent_failure(code: int) -> bool:
-    """Whether a node that ended with this exit code would end in the same way again."""
-    return code in (ExitCode.CONFIG, 2)
 
 
 def end_with_parent(lifeline: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from turnlane.cli import console
 from turnlane.cli.console import ExitCode
-from turnlane.cli.process import NodeProcess, Signals, is_permanent_failure, notify_systemd
+from turnlane.cli.process import NodeProcess, Signals, notify_systemd
 from turnlane.cli.spark_session import SparkStartup
 from turnlane.cli.targets import get_default_endpoint
 from turnlane.errors import ConfigError, Never, RetryLater, TurnlaneError
@@ -88,7 +88,8 @@ class PipelineSupervisor:
         """The start of Spark whose end was not reported yet."""
         self._retry_at = 0.0
         self._started = time.monotonic()
-        self._was_ready = False
+        self._is_ready = self._has_been_ready = False
+        """Whether the node is ready, and whether it has been ready once."""
         self._reload_pending = False
         self._stopping = False
 
@@ -141,17 +142,18 @@ class PipelineSupervisor:
             self._handle_node_death(code)
         if node.restart_if_due():
             self._report("node", "node: starting again", state="starting", starts=node.starts)
-        if node.ready is not None and not self._was_ready:
-            self._was_ready = True
+        if node.ready is not None and not self._is_ready:
+            self._is_ready = self._has_been_ready = True
             self._report("node", None, state="ready", **node.ready)
 
     def _handle_node_death(self, code: int) -> None:
         may_be_locked = time.monotonic() < self._started + self._stop_timeout
         held = code == ExitCode.TEMPORARY and may_be_locked
-        never_ran = self._running is None and not self._was_ready
-        if is_permanent_failure(code) or (never_ran and not held):
+        # Every start has the same configuration. If it has worked before, the reason is outside of
+        # it, such as a certificate, and can go away.
+        if not self._has_been_ready and not held:
             raise NodeFailed(code)
-        self._was_ready = False
+        self._is_ready = False
         message = f"node: ended with exit code {code}; starting it again"
         self._report("node", message, state="died", code=code)
 
@@ -265,6 +267,7 @@ class PipelineSupervisor:
 
     def _apply(self, config: Config) -> None:
         from turnlane.config.settings import convert_option_error
+        from turnlane.spark.pipeline import LanesStillRunning
         from turnlane.spark.transforms import find_changed_modules, reload_changed_modules
 
         assert self._runner is not None
@@ -277,11 +280,18 @@ class PipelineSupervisor:
         plan = self._plan(config)
         if plan is None:
             raise RetryLater("the node is not ready")
+        started: list[str] = []
+        waiting: LanesStillRunning | None = None
         try:
             config.nodes.token()
             if plan != self._running or find_changed_modules():
                 with reload_changed_modules():
-                    self._runner.start(plan)
+                    try:
+                        started = self._runner.start(plan)
+                    except LanesStillRunning as error:  # Other lanes run the new code by now.
+                        waiting = error
+            if waiting is not None:
+                raise waiting
         except ConfigError as error:
             raise config.locate(convert_option_error(error)) from None
         late = list(
@@ -293,8 +303,13 @@ class PipelineSupervisor:
         gone = [name for name in self.config.knobs() if name not in config.knobs()]
         self.config = config
         names = list(plan.settings.lane_names())
-        message = f"configuration reloaded; lanes: 1 + {len(names) - 1}: {', '.join(names)}"
-        self._report("reload", message, accepted=True, names=names, needs_restart=late)
+        message = (
+            f"configuration reloaded; lanes: 1 + {len(names) - 1}: {', '.join(names)}; "
+            f"started again: {', '.join(started) or 'none'}"
+        )
+        self._report(
+            "reload", message, accepted=True, names=names, started=started, needs_restart=late
+        )
         if late:
             self._report(
                 "notice", f"takes effect after a restart: {', '.join(late)}", sections=late

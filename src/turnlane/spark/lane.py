@@ -5,6 +5,8 @@ it again after a failure, with a pause that doubles. :class:`QueryEventListener`
 all lanes of a pipeline, which receives Spark's events and puts them into the queues of the lanes.
 ``status`` and ``stop`` may be called from any thread.
 
+:class:`RunningLanes` replaces lanes one by one, and leaves those with the same settings alone.
+
 A lane's status also says what keeps the lane from sending, although its query runs: an open breaker
 or a full queue (:class:`BlockedReason`), or that it collects events for a batch. If events wait
 (:class:`WaitingEvents`), no batch ends and nothing of this is the reason, the lane is stalled: it
@@ -22,7 +24,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -60,6 +62,8 @@ EVENT_SECONDS: Final = 5.0
 """How late the event of a query's end may be; Spark drops events if its event queue is full."""
 BATCH_SECONDS: Final = 10.0
 """How long a batch may continue after the lane was stopped: a task stops sending after half."""
+ENDING_SECONDS: Final = 0.05
+"""How often to check whether lanes have ended."""
 HURRY_SECONDS: Final = 1.0
 """How long a lane may take to end its query if it must not wait for a batch."""
 BATCH_PATIENCE: Final = 5
@@ -242,8 +246,14 @@ class Lane:
         *,
         isolation: EventIsolation | None = None,
         on_poll: PollHandler | None = None,
+        settings: object = None,
+        queues: Collection[str] | None = None,
     ) -> None:
         self.name = name
+        self.settings = settings
+        """Everything that the lane depends on: a lane with equal settings would do the same."""
+        self.queues = frozenset([name] if queues is None else queues)
+        """The queues that it reads. No other lane may read them at the same time."""
         self._start_query = start_query
         self._on_progress = on_progress or (lambda _: None)
         self._get_suspension = get_suspension
@@ -287,6 +297,17 @@ class Lane:
         self._stop.set()
         self._events.put(None)
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the lane was asked to stop; it may have ended."""
+        return self._stop.is_set()
+
+    def has_ended(self, timeout: float = 0.0) -> bool:
+        """Wait at most ``timeout`` seconds; return whether the lane has ended, or never started."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
     def stop(self, timeout: float = 30.0) -> bool:
         """End the query, waiting at most ``timeout`` seconds; returns whether the lane has ended.
 
@@ -295,12 +316,10 @@ class Lane:
         may have its name and its checkpoint.
         """
         self.ask_to_stop()
-        if self._thread.ident is None:  # It was never started.
+        if self.has_ended(timeout):
             return True
-        self._thread.join(timeout)
         self._hurry.set()
-        self._thread.join(HURRY_SECONDS)
-        return not self._thread.is_alive()
+        return self.has_ended(HURRY_SECONDS)
 
     @property
     def status(self) -> LaneStatus:
@@ -594,6 +613,81 @@ class QueryEventListener:
             handler = self._runs.pop(event["runId"], None)
             if handler is not None:
                 handler(QueryEvent(event["runId"]))
+
+
+# ── all lanes ──
+
+
+class RunningLanes:
+    """The lanes that run in a session, and the listener of their queries.
+
+    The owner sees to it that one thread at a time calls :meth:`replace`; :meth:`status` may be
+    called from any thread.
+    """
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark = spark
+        self._lanes: dict[str, Lane] = {}
+        self._handlers: dict[str, EventHandler] = {}
+        self._listener: QueryEventListener | None = None
+        self.start_lock = threading.Lock()
+        """Held while a lane starts its query."""
+
+    def find_unchanged(self, wanted: Iterable[Lane]) -> set[str]:
+        """Return the names of the lanes that run already, with the same settings."""
+        known = ((lane, self._lanes.get(lane.name)) for lane in wanted)
+        return {
+            lane.name
+            for lane, running in known
+            if running is not None and not running.is_stopping
+            if lane.settings is not None and lane.settings == running.settings
+        }
+
+    def replace(self, wanted: Sequence[Lane], timeout: float) -> list[str]:
+        """Run exactly these lanes; returns the earlier lanes that have not ended in time.
+
+        A lane that runs already with the same settings continues. Every other earlier lane is
+        stopped, and a new lane starts as soon as no earlier lane reads its queues. The new lanes
+        that have not started for this reason are left out: call it again, with new lanes.
+        """
+        unchanged = self.find_unchanged(wanted)
+        waiting = [lane for lane in wanted if lane.name not in unchanged]
+        ending = [lane for name, lane in self._lanes.items() if name not in unchanged]
+        for lane in ending:
+            lane.ask_to_stop()
+        if waiting and self._listener is None:
+            self._listener = QueryEventListener(self._spark, self._handlers)
+            self._listener.start()
+        deadline = time.monotonic() + timeout
+        while True:
+            ending = [lane for lane in ending if not lane.has_ended()]
+            waiting = self._start_free(waiting, ending)
+            if not ending or time.monotonic() > deadline:
+                break
+            ending[0].has_ended(ENDING_SECONDS)
+        left = [lane for lane in ending if not lane.stop(0.0)]
+        self._start_free(waiting, left)
+        if not left:
+            names = {lane.name for lane in wanted}
+            self._lanes = {name: lane for name, lane in self._lanes.items() if name in names}
+            if not self._lanes and self._listener is not None:
+                self._listener.stop()
+                self._listener = None
+        return [lane.name for lane in left]
+
+    def _start_free(self, waiting: list[Lane], ending: Sequence[Lane]) -> list[Lane]:
+        """Start the lanes whose queues no earlier lane reads; return the others."""
+        busy = {queue for lane in ending for queue in lane.queues}
+        for lane in waiting:
+            if not lane.queues & busy:
+                self._lanes[lane.name] = lane
+                self._handlers[lane.name] = lane.on_event
+                lane.start()
+        return [lane for lane in waiting if lane.queues & busy]
+
+    def status(self) -> list[LaneStatus]:
+        """Return the states of the lanes."""
+        return [lane.status for lane in list(self._lanes.values())]
 
 
 # ── reasons why a lane does not send ──

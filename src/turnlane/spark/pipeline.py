@@ -10,8 +10,10 @@ query reads with ``format("turnlane")`` and options for lanes, and most write wi
 Lanes start one at a time, because Spark's search for data sources and its views are shared.
 
 :class:`PipelineRunner` replaces a pipeline with another one while events keep arriving. It checks
-the new one before it stops the running one, so an invalid configuration changes nothing. Between
-the two pipelines, events wait in their queues.
+the new one before it stops any lane, so an invalid configuration changes nothing. Only the lanes
+that depend on something that has changed are replaced (``Pipeline._get_main_settings`` and
+``_get_lane_settings``). Filters belong to the main lane, outputs to the lanes of their actions.
+While a lane is replaced, its events wait in their queues.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import hashlib
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -63,7 +64,7 @@ from turnlane.spark.lane import (
     LaneState,
     LaneStatus,
     LaneWatch,
-    QueryEventListener,
+    RunningLanes,
     StartQuery,
     WaitingEvents,
 )
@@ -72,6 +73,7 @@ from turnlane.spark.lane_shape import (
     LaneShape,
     build_lane_step,
     build_main_steps,
+    can_copy_by_reference,
     choose_action_shape,
     choose_main_shape,
     find_columns_for_filters,
@@ -106,6 +108,7 @@ from turnlane.spark.transforms import (
     apply_transform,
     drop_variants,
     get_queue_schema,
+    get_user_version,
     is_deterministic,
     restore_from_queue,
     select_queue_columns,
@@ -120,6 +123,8 @@ EMPTY_BATCHES: Final = "spark.sql.streaming.noDataMicroBatches.enabled"
 """Spark's setting by which it runs batches without events to remove state."""
 CREATE_SECONDS: Final = 10.0
 """How long a node may take to create queues before the others go on without it."""
+STOP_SECONDS: Final = 30.0
+"""How long lanes may take to end."""
 STATS_SECONDS: Final = 5.0
 """How long to wait for the state of a node's queues."""
 
@@ -145,17 +150,18 @@ class Pipeline:
         spark: SparkSession,
         checkpoints: Path,
         prepare: Callable[[], None] = lambda: None,
+        *,
+        running: RunningLanes | None = None,
     ) -> None:
+        """``running`` has the lanes of the pipeline that this pipeline replaces."""
         self._settings = settings
         self._prepare = prepare
         self._access = dict(access)
         self._spark = spark
         self._checkpoints = checkpoints
         self._stateful_actions: frozenset[str] = frozenset()
-        self._lanes: list[Lane] = []
-        self._listener: QueryEventListener | None = None
-        self._start_lock = threading.Lock()
-        """Held while a lane starts its query."""
+        self._running = running or RunningLanes(spark)
+        self._start_lock = self._running.start_lock
 
     def check(self) -> frozenset[str]:
         """Have Spark check every expression; returns the actions whose queries keep state.
@@ -164,21 +170,15 @@ class Pipeline:
         """
         return check_pipeline(self._spark, self._settings)
 
-    def start(self, stateful_actions: frozenset[str] | None = None) -> None:
-        """Start every lane. Raises ``ConfigError`` if one of them could never run.
+    def start(self) -> None:
+        """Start every lane. Raises ``ConfigError`` if one of them could never run."""
+        self._running.replace(self.create_lanes(self.check()), 0.0)
 
-        ``stateful_actions`` is the result of :meth:`check`, if the caller has checked before: the
-        check takes a while, and a reload has stopped the lanes before by now.
-        """
-        self._stateful_actions = self.check() if stateful_actions is None else stateful_actions
-        self._lanes = [self._create_main_lane()]
-        self._lanes += [self._create_lane(action) for action in self._settings.actions_with_lane]
-        self._listener = QueryEventListener(
-            self._spark, {lane.name: lane.on_event for lane in self._lanes}
-        )
-        self._listener.start()
-        for lane in self._lanes:
-            lane.start()
+    def create_lanes(self, stateful_actions: frozenset[str]) -> list[Lane]:
+        """Create all lanes, without starting them; the argument is the result of :meth:`check`."""
+        self._stateful_actions = stateful_actions
+        actions = map(self._create_lane, self._settings.actions_with_lane)
+        return [self._create_main_lane(), *actions]
 
     def stop(self, timeout: float = 30.0) -> list[str]:
         """Stop every lane; returns the lanes that have not ended in time: they end when they can.
@@ -186,22 +186,11 @@ class Pipeline:
         Uncommitted events stay in their queues. No other pipeline may run instead of this one
         before a call has returned an empty list.
         """
-        for lane in self._lanes:
-            lane.ask_to_stop()
-        deadline = time.monotonic() + timeout
-        left = [
-            lane.name
-            for lane in self._lanes
-            if not lane.stop(max(0.0, deadline - time.monotonic()))
-        ]
-        if self._listener is not None and not left:
-            self._listener.stop()
-            self._listener = None
-        return left
+        return self._running.replace((), timeout)
 
     def status(self) -> list[LaneStatus]:
         """Return the states of the lanes."""
-        return [lane.status for lane in self._lanes]
+        return self._running.status()
 
     def _start_alone(self, start: StartQuery) -> StartQuery:
         """Return a function that starts a query while no other lane starts one."""
@@ -234,7 +223,34 @@ class Pipeline:
         watch = self._watch(MAIN, self._settings.lane, steps)
         start = self._start_alone(self._start_main)
         isolation = self._isolate_in_main()
-        return Lane(MAIN, start, get_suspension=blocked, watch=watch, isolation=isolation)
+        return Lane(
+            MAIN,
+            start,
+            get_suspension=blocked,
+            watch=watch,
+            isolation=isolation,
+            settings=self._get_main_settings(steps),
+        )
+
+    def _get_main_settings(self, steps: Sequence[LaneStep]) -> object:
+        """Return everything that the main lane depends on.
+
+        Of an action whose output it does not call, that is the way to its queue.
+        """
+        settings = self._settings
+        return (
+            self._access,
+            self._checkpoints,
+            (settings.parse, settings.transform, get_user_version(settings.transform)),
+            settings.lane,
+            [
+                (action.name, action.filter, action.is_discard, action.is_direct)
+                for action in settings.actions
+            ],
+            (settings.dead_letters, settings.joined_queues),
+            [step.model_copy(update={"version": ""}) for step in steps],
+            (find_filter_columns(settings), can_copy_by_reference(settings)),
+        )
 
     def _start_main(self, run: str) -> StreamingQuery:
         settings, steps = self._settings, build_main_steps(self._settings)
@@ -328,8 +344,15 @@ class Pipeline:
             blocked = BlockedReason(self._breakers, list_required_paths(steps))
             watch = self._watch(action.name, action.lane, steps)
             isolation = self._isolate_in_action(action)
-            progress = checkpoints.on_progress
-            return Lane(action.name, start, progress, blocked, watch, isolation=isolation)
+            return Lane(
+                action.name,
+                start,
+                checkpoints.on_progress,
+                blocked,
+                watch,
+                isolation=isolation,
+                settings=self._get_lane_settings(action),
+            )
         action = with_file_batching(action)
         settler = QuerySettler(self._nodes, action.name)
         idle = self._create_idle_watermark(action)
@@ -347,9 +370,15 @@ class Pipeline:
         watch = self._watch(action.name, action.lane, has_checkpoint=True)
         start = self._start_alone(start)
         isolation = self._isolate_in_action(action)
-        on_poll = None if idle is None else idle.check
         return Lane(
-            action.name, start, on_progress, watch=watch, isolation=isolation, on_poll=on_poll
+            action.name,
+            start,
+            on_progress,
+            watch=watch,
+            isolation=isolation,
+            on_poll=None if idle is None else idle.check,
+            settings=self._get_lane_settings(action),
+            queues=[action.name, *action.with_queues],
         )
 
     def _create_idle_watermark(self, action: ActionSettings) -> IdleWatermark | None:
@@ -378,6 +407,31 @@ class Pipeline:
         is_append = action.sql is None or action.output_mode == "append"
         has_empty_batches = self._spark.conf.get(EMPTY_BATCHES, "true") == "true"
         return action.name in self._stateful_actions and is_append and has_empty_batches
+
+    def _get_lane_settings(self, action: ActionSettings) -> object:
+        """Return everything that the lane of an action depends on.
+
+        The main lane evaluates the filter. The settings of a queue that exists do not change.
+        """
+        own = action.model_copy(update={"filter": None, "queue": None})
+        parse = self._settings.parse
+        return (
+            self._access,
+            self._checkpoints,
+            own,
+            # Some defaults depend on the output.
+            (build_lane_step(own), with_file_batching(own).lane),
+            get_user_version(action.transform),
+            (self._queue_schema, parse and parse.format),
+            action.name in self._stateful_actions,
+            self._compute_fingerprint(action),
+            [name in self._list_queues() for name in action.with_queues],
+        )
+
+    @cached_property
+    def _queue_schema(self) -> StructType:
+        """The columns of the actions' queues."""
+        return get_queue_schema(self._spark, self._settings)
 
     def _isolate_in_action(self, action: ActionSettings) -> EventIsolation | None:
         """Return how to find events that the transform or SQL of an action cannot handle."""
@@ -495,7 +549,7 @@ class Pipeline:
         columns: AbstractSet[str] | None = None,
     ) -> DataFrame:
         """Return the rows of an action's lane, made of all columns of its queue or of some."""
-        schema = get_queue_schema(self._spark, self._settings)
+        schema = self._queue_schema
         if columns is not None and columns <= set(schema.names):
             schema = _select_fields(schema, columns)
         source = read(action.name).schema(schema).load()
@@ -507,8 +561,7 @@ class Pipeline:
         reader = read(name)
         if name not in self._list_queues():
             return reader.load()
-        schema = get_queue_schema(self._spark, self._settings)
-        return restore_from_queue(reader.schema(schema).load(), self._settings)
+        return restore_from_queue(reader.schema(self._queue_schema).load(), self._settings)
 
     def _compute_fingerprint(self, action: ActionSettings) -> str:
         """Return the name of an action's checkpoint: another name starts at the queue's cursor.
@@ -645,52 +698,66 @@ class PipelineRunner:
     def __init__(self, spark: SparkSession) -> None:
         self._spark = spark
         self._plan: PipelinePlan | None = None
-        self._is_stopping = False
-        self._pipeline: Pipeline | None = None
+        """The newest plan; its lanes may not all run yet."""
+        self._is_complete = False
+        """Whether all lanes of the plan run, and no other lanes."""
+        self._lanes = RunningLanes(spark)
         self._reported: dict[str, LaneSnapshot] = {}
         self._lock = threading.RLock()
-        """Held while a pipeline is started or stopped."""
+        """Held while lanes are started or stopped."""
 
     @property
     def plan(self) -> PipelinePlan | None:
-        """The plan that runs; ``None`` as soon as its lanes are stopped."""
-        return None if self._is_stopping else self._plan
+        """The plan that runs; ``None`` while its lanes are replaced, and once they are stopped."""
+        return self._plan if self._is_complete else None
 
-    def start(self, plan: PipelinePlan) -> None:
-        """Replace the running plan by this plan.
+    def start(self, plan: PipelinePlan) -> list[str]:
+        """Replace the running plan by this plan; returns the lanes that have started.
 
         The plan is checked first: if it cannot run, ``ConfigError`` is raised and the running plan
-        continues. Lanes start at the cursors of their queues, so uncommitted events come again. No
-        event is left out, and none gets into a queue twice; an output may get a batch again.
+        continues. A lane that is the same in both plans continues. The others start at the cursors
+        of their queues, so uncommitted events come again. No event is left out, and none gets into
+        a queue twice; an output may get a batch again.
 
         Raises ``LanesStillRunning`` if earlier lanes do not end in time. They were stopped, and no
         lane runs instead of them: try again.
         """
         with self._lock:
-            prepare = partial(create_missing_queues, plan)
-            pipeline = Pipeline(plan.settings, plan.access, self._spark, plan.checkpoints, prepare)
+            pipeline = Pipeline(
+                plan.settings,
+                plan.access,
+                self._spark,
+                plan.checkpoints,
+                self._create_missing_queues,
+                running=self._lanes,
+            )
             stateful_actions = pipeline.check()
             create_missing_queues(plan)
-            left = self.stop()
+            lanes = pipeline.create_lanes(stateful_actions)
+            unchanged = self._lanes.find_unchanged(lanes)
+            earlier, self._plan, self._is_complete = self._plan or plan, plan, False
+            for name in self._reported.keys() - unchanged:
+                del self._reported[name]
+            left = self._lanes.replace(lanes, STOP_SECONDS)
             if left:
-                raise LanesStillRunning(left, list_queue_troubles(self._plan or plan))
-            pipeline.start(stateful_actions)
-            self._plan, self._pipeline, self._is_stopping = plan, pipeline, False
+                raise LanesStillRunning(left, list_queue_troubles(earlier))
+            self._is_complete = True
+            return [lane.name for lane in lanes if lane.name not in unchanged]
 
-    def stop(self, timeout: float = 30.0) -> list[str]:
+    def _create_missing_queues(self) -> None:
+        """Create the queues of the newest plan, which may be newer than a lane that starts."""
+        if self._plan is not None:
+            create_missing_queues(self._plan)
+
+    def stop(self, timeout: float = STOP_SECONDS) -> list[str]:
         """Stop all lanes; returns the lanes that have not ended in time.
 
         Uncommitted events stay in their queues.
         """
         with self._lock:
-            if self._pipeline is None:
-                return []
-            self._is_stopping = True
+            self._is_complete = False
             self._reported.clear()
-            left = self._pipeline.stop(timeout)
-            if not left:
-                self._pipeline = self._plan = None
-            return left
+            return self._lanes.replace((), timeout)
 
     def abandon(self, timeout: float = 30.0) -> None:
         """Stop all lanes after Spark has died: their queries are gone, and every call fails."""
@@ -699,8 +766,7 @@ class PipelineRunner:
 
     def status(self) -> list[LaneStatus]:
         """Return the states of the lanes."""
-        pipeline = self._pipeline
-        return [] if pipeline is None else pipeline.status()
+        return self._lanes.status()
 
     def list_changes(self) -> Iterator[LaneStatus]:
         """Yield the lanes whose state has changed since the last call."""

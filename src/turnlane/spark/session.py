@@ -211,7 +211,7 @@ def _start_java(master: str, conf: Mapping[str, str], write_line: WriteLine) -> 
     read_end, write_end = os.pipe()
     lines = start_thread("turnlane-java-stderr", lambda: _pass_on(read_end, write_line))
     try:
-        gateway = launch_gateway(public, {"stderr": write_end})
+        gateway = launch_gateway(public, {"stderr": write_end})  # type: ignore[no-untyped-call]
     except BaseException:
         os.close(write_end)
         lines.join(JAVA_ERROR_SECONDS)  # they say why

@@ -164,6 +164,11 @@ def import_user_module(name: str) -> ModuleType:
     return module
 
 
+def get_user_version(transform: str | None) -> object:
+    """Return a value that changes with the code of ``module:function``, which is imported here."""
+    return None if transform is None else _versions.get(transform.partition(":")[0])
+
+
 def get_user_files() -> set[str]:
     """Return the files of the modules imported here."""
     files = (getattr(sys.modules.get(name), "__file__", None) for name in _versions)
