@@ -158,4 +158,4 @@ def test_node_process_stops_cleanly_with_its_parent(node: NodeProcess, tmp_path:
     parent.wait()
     wait_until(lambda: not is_alive(pid), patience=PATIENCE)
     _, errors = parent.communicate()
-    assert "turnlane: stopped" in errors
+    assert "node.stopped" in errors

@@ -40,6 +40,20 @@ def test_python_processes_start_with_turnlane_imported(spark: SparkSession) -> N
     assert "turnlane.spark.source" in found
 
 
+def test_java_that_does_not_start_says_why(tmp_path: Path) -> None:
+    program = """
+from turnlane.cli.spark_session import start_session
+from turnlane.pipeline.settings import SparkSettings
+conf = {"spark.driver.extraJavaOptions": "-Xss1k"}
+start_session(SparkSettings(master="local[1]", conf=conf))
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    why, _, error = done.stderr.partition("SparkMissing: Spark does not start with local[1]")
+    assert "Could not create the Java Virtual Machine" in why
+    assert error
+
+
 def test_users_java_options_follow_the_defaults(tmp_path: Path) -> None:
     """So they take precedence, and Spark still shows only the user's options."""
     program = """
@@ -53,6 +67,7 @@ print(*jvm.java.lang.management.ManagementFactory.getRuntimeMXBean().getInputArg
 """
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert "incubator" not in done.stderr  # Java warns of a module that Spark has it load.
     given = done.stdout.split()
     thresholds = [each for each in given if each.startswith("-XX:Tier4InvocationThreshold")]
     assert thresholds[-1].endswith("=7000")

@@ -603,9 +603,11 @@ class Node(Closeable):
 
     def close(self) -> None:
         """Release the leased batches and close the queues. Their events stay on the disk."""
-        self.closing = True
+        was_open, self.closing = not self.closing, True
         self.commits.stop()
         self._close_all()
+        if was_open:
+            log.info("node.stopped", data=self.data)
 
     def _close_queues(self) -> None:
         for queue in self.queues().values():
