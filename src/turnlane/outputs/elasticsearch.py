@@ -167,7 +167,7 @@ class ElasticsearchOutput(Output):
         for row, item in enumerate(items):
             status, reason = _read_item(item)
             is_old = status == _ALREADY_EXISTS and self.settings.action == "create"
-            if status < 300 or is_old:
+            if 200 <= status < 300 or is_old:
                 continue
             error = shared.get(status)
             if error is None:
@@ -195,6 +195,6 @@ def _read_item(item: Any) -> tuple[int, bytes]:  # noqa: ANN401
         status = int(outcome["status"])
         error = outcome.get("error") or {}
         reason = f"{error.get('type', '')}: {error.get('reason', '')}".strip(": ")
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return 502, b"the response does not say what happened to the document"
-    return status, reason.encode()
+    return status, reason.encode(errors="replace")  # JSON can hold half a surrogate pair
