@@ -144,7 +144,8 @@ class PositionsFile:
             if saved["version"] != VERSION:
                 raise ValueError(f"version {saved['version']} is not {VERSION}")  # noqa: TRY301
             files = [SavedFile.from_json(each) for each in saved["files"]]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            is_complete = bool(saved["complete"])
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             self.was_damaged = True
             aside = self._path.with_name(self._path.name + ".bad")
             try:
@@ -156,7 +157,7 @@ class PositionsFile:
             )
             return []
         self.exists = True
-        self.is_complete = bool(saved["complete"])
+        self.is_complete = is_complete
         return files
 
     def save(self, files: Iterable[SavedFile], *, complete: bool) -> None:
