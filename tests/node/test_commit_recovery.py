@@ -127,17 +127,18 @@ class TestStart:
         with Node(tmp_path, QUEUES) as node:
             check_complete(node)
 
-    def test_stages_are_kept_if_a_record_is_invalid(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("content", [b"{garbage", b"[" * 100_000], ids=["garbage", "nested"])
+    def test_stages_are_kept_if_a_record_is_invalid(self, content: bytes, tmp_path: Path) -> None:
         interrupt(tmp_path)
         (left,) = (tmp_path / "commits").glob("*.commit")
-        left.write_bytes(b"{garbage")
+        left.write_bytes(content)
         staging = tmp_path / "staging"
         for _ in range(2):
             with Node(tmp_path, QUEUES) as node:
                 assert list_record_suffixes(node) == [".failed"]
                 assert [path.suffix for path in staging.iterdir()] == [".kept"] * 3
                 stage_block(node, "a", build_block(b"c", 1))
-        assert left.with_suffix(".failed").read_bytes() == b"{garbage"
+        assert left.with_suffix(".failed").read_bytes() == content
 
 
 class TestWaitingForRoom:

@@ -90,6 +90,13 @@ def test_range_returned_again_has_the_later_attempt() -> None:
     assert state.returned == [(0, 50, 2), (50, 150, 3)]
 
 
+def test_returning_an_empty_range_has_no_effect() -> None:
+    state = JournalState()
+    state.give_back(0, 10, 2)
+    state.give_back(7, 3, 3)
+    assert state.returned == [(0, 10, 2)]
+
+
 def test_returning_a_settled_range_has_no_effect() -> None:
     state = settled((0, 10), (20, 30))
     state.give_back(5, 40, 2)

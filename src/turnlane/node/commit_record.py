@@ -112,7 +112,10 @@ class CommitPlan:
 
     @classmethod
     def from_json(cls, data: bytes) -> CommitPlan:
-        """Parse a record. Raises ``ValueError``, ``KeyError`` or ``TypeError`` if it is invalid."""
+        """Parse a record.
+
+        Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``RecursionError`` if it is invalid.
+        """
         values = json.loads(data)
         return cls(
             [CommitPart(*part) for part in values["parts"]],
@@ -256,7 +259,7 @@ class CommitLog:
             return CommitPlan.from_json(path.read_bytes())
         except OSError as error:
             raise StorageFailed(f"cannot read {path}: {error.strerror or error}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             log.error(  # noqa: TRY400 - the traceback says nothing more
                 "commit.record_invalid", record=path, error=error
             )

@@ -104,6 +104,8 @@ class JournalState:
 
     def give_back(self, first: int, end: int, attempt: int) -> None:
         """Record that the unsettled parts of ``[first, end)`` come next as ``attempt``."""
+        if first >= end:
+            return
         unsettled = self.ranges.missing(max(first, self.low), end)
         returned = _cut_out(self.returned, first, end)
         returned += [(start, stop, min(attempt, MAX_ATTEMPT)) for start, stop in unsettled]
@@ -315,7 +317,7 @@ def parse_payload(payload: bytes, checksum: int, queue_id: str) -> JournalState 
         return None
     try:
         return _parse_state(json.loads(payload))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -325,7 +327,7 @@ def parse_queue_id(payload: bytes, checksum: int) -> str | None:
         return None
     try:
         return str(json.loads(payload)["queue_id"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
