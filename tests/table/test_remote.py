@@ -476,14 +476,14 @@ def test_values_of_every_type_are_sent(tmp_path: Path, lines: Callable[..., Http
     url = sqlite_url(tmp_path, "types")
     with table.connect(url) as database:
         database.sql(
-            "CREATE QUEUE t (k BIGINT, b BLOB, f DOUBLE, yes BOOLEAN, n NUMERIC(6, 2), d DATE, "
-            "w TIMESTAMP, j JSON) WITH (backoff = 1ms, max_backoff = 2ms, max_attempts = 2)"
+            "CREATE QUEUE t (k BIGINT, b BLOB, f DOUBLE, yes BOOLEAN, n NUMERIC(6, 2), "
+            "large NUMERIC(50, 2), d DATE, w TIMESTAMP, j JSON) WITH (backoff = 1ms, max_backoff = 2ms, max_attempts = 2)"
         )
         connection = database.connect()
         connection.execute("INSERT INTO t (k) VALUES ('poison')")
         connection.execute(
-            "INSERT INTO t (k, b, f, yes, n, d, w, j) VALUES (1, x'00ff', 0.5, 1, 12.5, "
-            "'2026-01-31', '2026-01-31 12:00:00', '{\"a\": 1}')"
+            "INSERT INTO t (k, b, f, yes, n, large, d, w, j) VALUES (1, x'00ff', 0.5, 1, 12.5, "
+            "7.25, '2026-01-31', '2026-01-31 12:00:00', '{\"a\": 1}')"
         )
         connection.close()
         node = {"data": tmp_path / "node", "flight": {"enabled": False}}
@@ -495,6 +495,7 @@ def test_values_of_every_type_are_sent(tmp_path: Path, lines: Callable[..., Http
             (event,) = stream.take(1).values()
             assert event["b"] == base64.b64encode(b"\x00\xff").decode()
             assert (event["k"], event["f"], event["yes"], event["n"]) == (1, 0.5, True, "12.50")
+            assert event["large"] == "7.25", "Arrow has no decimals of more than 38 digits"
             assert (event["d"], event["j"]) == ("2026-01-31", '{"a": 1}')
             queue = database.queue("t")
             eventually(lambda: queue.counts()["dead"] == 1)

@@ -242,8 +242,8 @@ class Column:
 
     @property
     def arrow_type(self) -> pa.DataType:
-        """Its type in Arrow: a decimal only if it has a precision."""
-        if self.type in {"NUMERIC", "DECIMAL"} and self.arguments:
+        """Its type in Arrow: a decimal only if it has a precision, and Arrow has room for it."""
+        if TYPES[self.type] is _DECIMAL and self.arguments and 1 <= self.arguments[0] <= 38:
             return pa.decimal128(*self.arguments)
         return TYPES[self.type].arrow
 
