@@ -169,7 +169,7 @@ def test_documents_with_the_same_retryable_status_share_one_error(server: Server
         b'{"errors": true, "items": [{"create": {"status": "x"}}, {"create": {"error": 3}}]}',
         b'{"errors": true, "items": [{"create": {"status": 0}}, {"create": {"status": 199}}]}',
         b'{"errors": true, "items": [{"create": {"status": 1e999}}, {"create": {"status": null}}]}',
-        b'{"errors": true, "items": [{"create": {"status": 503, "error": {"reason": "\\ud800"}}}, {}]}',
+        b'{"errors": true, "items": [{"a": {"status": 503, "error": {"reason": "\\ud800"}}}, {}]}',
         b'{"errors": false, "items": [',
         b"[" * 100_000,
     ],

@@ -477,7 +477,8 @@ def test_values_of_every_type_are_sent(tmp_path: Path, lines: Callable[..., Http
     with table.connect(url) as database:
         database.sql(
             "CREATE QUEUE t (k BIGINT, b BLOB, f DOUBLE, yes BOOLEAN, n NUMERIC(6, 2), "
-            "large NUMERIC(50, 2), d DATE, w TIMESTAMP, j JSON) WITH (backoff = 1ms, max_backoff = 2ms, max_attempts = 2)"
+            "large NUMERIC(50, 2), d DATE, w TIMESTAMP, j JSON) "
+            "WITH (backoff = 1ms, max_backoff = 2ms, max_attempts = 2)"
         )
         connection = database.connect()
         connection.execute("INSERT INTO t (k) VALUES ('poison')")
