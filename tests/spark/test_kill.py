@@ -1,10 +1,11 @@
-"""Driver and node are killed again and again: each event arrives where it should, once.
+"""The processes of a pipeline are killed again and again: each event arrives where it should, once.
 
-``turnlane run`` is a process, Spark a second one, the node a third. A producer publishes numbered
-events all the time and remembers how many were persisted. In the end, from queue to queue every
-event has come exactly once; into a file at least once; into Parquet exactly once; and a query that
-counts has counted each once. A server that has a request and has not answered it gets those events
-again, and no others.
+``turnlane run`` is a process, Spark's Java a second one, the node a third, and Java starts Python
+processes for tasks and sources. A producer publishes numbered events all the time and remembers how
+many were persisted. In the end, from queue to queue every event has come exactly once; into a file
+and to a web server at least once; into Parquet exactly once; and queries that count, count in
+windows and join have had each once. A server that has a request and has not answered it gets those
+events again, and no others.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import random
 import shutil
 import signal
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
@@ -30,55 +33,90 @@ from tests.contract.harness import wait_until
 from tests.outputs.web_servers import run_server
 from tests.ports import free_port
 from tests.spark.destinations import Destination
-from tests.spark.program import PATIENCE, Program
+from tests.spark.program import PATIENCE, Program, list_descendants, read_command_line
 from turnlane.client import Client
 from turnlane.errors import TransportDown
 from turnlane.events import block_of, get_values
 
-KILLS = ("node", "node", "node", "driver", "both")
-"""The processes to kill, in a random order. A node restarts much faster than Spark."""
 ROUNDS = int(os.environ.get("TURNLANE_KILL_ROUNDS", "1"))
-"""How often all of them are killed; before a release, more than once."""
+"""How often all of them are killed; ``make test-chaos`` does it more than once."""
+REPORT = os.environ.get("TURNLANE_KILL_REPORT")
+"""A file to which each test appends what it has done, as a line of JSON."""
 TOO_SOON = 0.2
 """The probability of a kill before the last killed process has recovered."""
 MOST_EVENTS = 1500
 """The most events between recovery and the next kill."""
 AHEAD = 500
 """The most events without an ack."""
+MARKERS = 2
+"""Events without a number, which end the windows."""
+DEFAULT_CHANCE = random.Random(0)
 
 pytestmark = pytest.mark.timeout(900 * ROUNDS)
 
-CONFIG = """\
+HEAD = """\
 node:
   data: data
   flight: {listen: "127.0.0.1:PORT"}
   http: {enabled: false}
 main: {durability: interval}
 parse: {format: json, on_error: dead}
+spark: {master: "local[2]"}
 actions:
-  - name: held        # its lane waits for more events than arrive, so its queue keeps all
-    filter: data:n::int % 3 = 0
-    queue: disk
-    lane: {min_events: 1000000000, max_age: 1d}
-    output: {type: file, path: held.jsonl}
-  - name: files
-    filter: data:n::int % 2 = 0
-    queue: disk
-    output: {type: file, path: files.jsonl}
-  - name: archive
-    queue: disk
-    lane: {min_events: 1}
-    output: {type: spark, format: parquet, path: archive, columns: [cast(data:n as int) as n]}
-  - name: counts      # keeps state
-    queue: disk
-    sql: SELECT data:n::int % 3 AS rest, count(*) AS events FROM events GROUP BY 1
-    output_mode: complete
-    output: {type: file, path: counts.jsonl}
   - name: direct      # called by the main lane itself
     filter: data:n::int % 2 = 1
     output: {type: file, path: direct.jsonl}
-spark: {master: "local[2]"}
 """
+
+ROUTES = f"""\
+{HEAD}
+  - name: held        # its lane waits for more events than arrive, so its queue keeps all
+    filter: data:n::int % 3 = 0
+    queue: disk
+    lane: {{min_events: 1000000000, max_age: 1d}}
+    output: {{type: file, path: held.jsonl}}
+  - name: files
+    filter: data:n::int % 2 = 0
+    queue: disk
+    output: {{type: file, path: files.jsonl}}
+  - name: web
+    filter: data:n::int % 4 = 0
+    queue: disk
+    output: {{type: http, url: "URL", format: raw}}
+  - name: archive
+    filter: data:n::int >= 0
+    queue: disk
+    lane: {{min_events: 1}}
+    output: {{type: spark, format: parquet, path: archive, columns: [cast(data:n as int) as n]}}
+"""
+"""Outputs of every kind, without state."""
+
+QUERIES = f"""\
+{HEAD}
+  - name: counts
+    filter: data:n::int >= 0
+    queue: disk
+    sql: SELECT data:n::int % 3 AS rest, count(*) AS events FROM events GROUP BY 1
+    output_mode: complete
+    output: {{type: file, path: counts.jsonl}}
+  - {{name: orders, filter: data:n::int % 5 = 0, queue: disk, output: {{type: discard}}}}
+  - name: pairs
+    filter: data:n::int % 5 = 1
+    queue: disk
+    sql: |
+      SELECT e.data:n::int AS n, o.data:n::int AS partner
+      FROM events e JOIN orders o ON e.data:n::int = o.data:n::int + 1
+    with_queues: [orders]
+    output: {{type: http, url: "URL", format: jsonl}}
+  - name: windows     # a count is final when the watermark has passed its window
+    queue: disk
+    sql: |
+      SELECT unix_seconds(window.start) AS second, count(data:n) AS events
+      FROM events GROUP BY window(timestamp, '1 second')
+    watermark: 10s
+    output: {{type: spark, format: parquet, path: windows}}
+"""
+"""Queries that keep state: a count, a join and windows."""
 
 WEB = """\
 node:
@@ -119,6 +157,11 @@ def is_broken(number: int) -> bool:
     return number % 10 == 9
 
 
+def get_time(number: int) -> int:
+    """Return the timestamp of an event: a hundred events have the same second."""
+    return number * 10_000
+
+
 class Publisher(threading.Thread):
     """Publishes numbered events until it is stopped."""
 
@@ -142,7 +185,7 @@ class Publisher(threading.Thread):
             queue = client.queue("main", producer_id="publisher", batch_size=50)
             producer = queue.producer(ack="persisted", on_ack=self._hear)
             while not self.ending.is_set():
-                producer.publish(value(self.sent))
+                producer.publish(value(self.sent), timestamp=get_time(self.sent))
                 self.sent += 1
                 with self.heard:
                     self.heard.wait_for(self._may_go_on)
@@ -163,10 +206,20 @@ class Publisher(threading.Thread):
         self.join(PATIENCE)
 
 
+def is_java(pid: int) -> bool:
+    return "org.apache.spark.deploy.SparkSubmit" in read_command_line(pid)
+
+
+def is_worker(pid: int) -> bool:
+    command = read_command_line(pid)
+    is_python = "pyspark." in command or "turnlane.spark.daemon" in command
+    return is_python and not is_java(pid)
+
+
 class KilledProcess:
     """``turnlane run``, started again after each kill at the same address."""
 
-    def __init__(self, place: Path, config: str = CONFIG) -> None:
+    def __init__(self, place: Path, config: str) -> None:
         port = free_port()
         self.place = place
         self.url = f"turnlane://127.0.0.1:{port}"
@@ -178,14 +231,29 @@ class KilledProcess:
     def live(self) -> None:
         self.lives.append(Program(self.place, "run", "c.yaml", "--no-reload"))
 
-    def kill(self, what: str) -> None:
+    def kill(self, what: str, chance: random.Random = DEFAULT_CHANCE) -> None:
+        """Kill a process; ``worker`` is any of Java's Python processes, of tasks or of sources."""
         program = self.lives[-1]
-        node = self.node()
         if what in {"node", "both"}:
-            os.kill(node, signal.SIGKILL)
+            os.kill(self.node(), signal.SIGKILL)
         if what in {"driver", "both"}:
             program.kill()
             self.live()
+        if what == "java":  # One that does not start the first time ends the program.
+            wait_until(self._has_lanes, "lanes", PATIENCE)
+            os.kill(self._wait_for_processes(is_java)[0], signal.SIGKILL)
+        if what == "worker":
+            os.kill(chance.choice(self._wait_for_processes(is_worker)), signal.SIGKILL)
+
+    def _has_lanes(self) -> bool:
+        return any(each["event"] == "lanes" for each in self.lives[-1].hear())
+
+    def _wait_for_processes(self, is_wanted: Callable[[int], bool]) -> list[int]:
+        def list_wanted() -> list[int]:
+            return [*filter(is_wanted, list_descendants(self.lives[-1].process.pid))]
+
+        wait_until(list_wanted, is_wanted.__name__, PATIENCE)
+        return list_wanted() or self._wait_for_processes(is_wanted)
 
     def node(self) -> int:
         """Return the process of the node; it may run before it is reported."""
@@ -207,62 +275,102 @@ class KilledProcess:
 
 
 @pytest.fixture
-def victim(tmp_path: Path) -> Iterator[KilledProcess]:
-    with has_process(tmp_path) as victim:
-        yield victim
+def web() -> Iterator[Destination]:
+    with run_server() as server:
+        yield Destination(server)
 
 
 @contextmanager
-def has_process(place: Path, config: str = CONFIG) -> Iterator[KilledProcess]:
+def has_process(place: Path, config: str) -> Iterator[KilledProcess]:
     if not (shutil.which("java") or "JAVA_HOME" in os.environ):
         skip_or_fail("Spark needs Java 17 or later")
     with closing(KilledProcess(place, config)) as victim:
         yield victim
 
 
-@pytest.fixture
-def publisher(victim: KilledProcess) -> Iterator[Publisher]:
-    publisher = Publisher(victim.url)
-    publisher.start()
-    yield publisher
-    publisher.end()
+class Scenario(NamedTuple):
+    """A pipeline, and the processes that are killed, in a random order.
+
+    A node and a Python process restart much faster than Spark.
+    """
+
+    config: str
+    kills: Sequence[str]
+    queues: Sequence[str]
+    """The queues that are empty in the end. The main lane fills the first one all the time."""
+    check: Callable[[Results], dict[str, int]]
+    """Checks the results; returns how many events came more than once, and where."""
 
 
+@pytest.mark.parametrize("name", ["routes", "queries"])
 def test_each_event_arrives_once_after_any_kill(
-    victim: KilledProcess, publisher: Publisher, tmp_path: Path
+    name: str, web: Destination, tmp_path: Path
 ) -> None:
+    scenario = SCENARIOS[name]
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")  # noqa: T201 - to repeat a run that failed
     chance = random.Random(seed)
-    for what in chance.sample(KILLS * ROUNDS, len(KILLS) * ROUNDS):
-        wait_for_events(publisher, 1)
-        if chance.random() > TOO_SOON:
-            wait_for_progress(victim)
-        wait_for_events(publisher, chance.randrange(MOST_EVENTS))
-        victim.kill(what)
-    wait_for_progress(victim)
-    publisher.end()
-    assert publisher.failure is None
-    assert publisher.acked == publisher.sent
-    for queue in ("main", "files", "archive", "counts"):
-        wait_until(lambda q=queue: is_empty(victim.client, q), f"{queue} to drain", PATIENCE)  # type: ignore[misc]
-    check(victim, publisher.sent)
-    assert victim.stop() == 0, victim.lives[-1].errors
+    kills = chance.sample([*scenario.kills] * ROUNDS, len(scenario.kills) * ROUNDS)
+    started = time.monotonic()
+    with has_process(tmp_path, scenario.config.replace("URL", web.url)) as victim:
+        with publish_all_the_time(victim.url) as publisher:
+            for what in kills:
+                wait_for_events(publisher, 1)
+                if chance.random() > TOO_SOON:
+                    wait_for_progress(victim, scenario.queues[0])
+                wait_for_events(publisher, chance.randrange(MOST_EVENTS))
+                victim.kill(what, chance)
+                seconds = time.monotonic() - started
+                print(f"{seconds:.1f} s, {publisher.acked} events: killed {what}")  # noqa: T201
+            wait_for_progress(victim, scenario.queues[0])
+        assert publisher.failure is None
+        assert publisher.acked == publisher.sent
+        # The first marker moves the watermark beyond all windows, the second ends them.
+        for days in range(1, MARKERS + 1):
+            publish_marker(victim, days)
+            for queue in ("main", *scenario.queues):
+                wait_until(partial(is_empty, victim.client, queue), f"{queue} to drain", PATIENCE)
+        results = Results(victim, publisher.sent, web.taken, len(kills))
+        check_main_queue(results)
+        repeated = scenario.check(results)
+        assert victim.stop() == 0, victim.lives[-1].errors
+    if REPORT:
+        done = {"scenario": name, "seed": seed, "events": publisher.sent, "repeated": repeated}
+        done |= {"kills": Counter(kills), "seconds": round(time.monotonic() - started)}
+        with Path(REPORT).open("a") as report:
+            report.write(f"{json.dumps(done)}\n")
 
 
-def wait_for_progress(victim: KilledProcess) -> None:
-    """Wait until the main lane has committed a batch to the current node."""
-    wait_until(lambda: get_held_end(victim) is not None, "a node", PATIENCE)
-    before = get_held_end(victim) or 0
-    wait_until(lambda: (get_held_end(victim, before) or 0) > before, "the main lane", PATIENCE)
+@contextmanager
+def publish_all_the_time(url: str) -> Iterator[Publisher]:
+    publisher = Publisher(url)
+    publisher.start()
+    try:
+        yield publisher
+    finally:
+        publisher.end()
 
 
-def get_held_end(victim: KilledProcess, beyond: int = -1) -> int | None:
-    """Ask the node for its queues, with a pause before; ``None`` while there is no node."""
+def publish_marker(victim: KilledProcess, days: int) -> None:
+    """Publish an event without a number, which is newer than all others."""
+    moment = 86_400_000_000 * days + get_time(1 << 30)
+    with victim.client.queue("main") as main:
+        main.producer(ack="persisted").publish(b"{}", timestamp=moment)
+
+
+def wait_for_progress(victim: KilledProcess, queue: str) -> None:
+    """Wait until the main lane has committed a batch with events for a queue."""
+    wait_until(lambda: get_end(victim, queue) is not None, "a node", PATIENCE)
+    before = get_end(victim, queue) or 0
+    wait_until(lambda: (get_end(victim, queue, before) or 0) > before, "the main lane", PATIENCE)
+
+
+def get_end(victim: KilledProcess, queue: str, beyond: int = -1) -> int | None:
+    """Ask the node for the end of a queue, with a pause before; ``None`` while there is no node."""
     program = victim.lives[-1]
     assert program.process.poll() is None, program.errors
     try:
-        return victim.client.wait("held", beyond, 1.0).end
+        return victim.client.wait(queue, beyond, 1.0).end
     except TransportDown:
         threading.Event().wait(0.2)
         return None
@@ -283,42 +391,104 @@ def is_empty(client: Client, queue: str) -> bool:
     return ends.low == ends.end
 
 
-def check(victim: KilledProcess, sent: int) -> None:
-    """Check the results after all kills."""
-    whole = [number for number in range(sent) if not is_broken(number)]
-    ledgers = {name: each["ledger"] for name, each in victim.client.stats().items()}
-    assert all(ledger["adds_up"] for ledger in ledgers.values()), ledgers
+class Results:
+    """The state of all queues and destinations after the kills."""
 
-    held = [json.loads(each)["n"] for each in contents(victim.client, "held")]
+    def __init__(self, victim: KilledProcess, sent: int, web: list[bytes], kills: int) -> None:
+        self.place = victim.place
+        self.client = victim.client
+        self.web = [json.loads(line) for line in web]
+        self.kills = kills
+        self.sent = sent
+        self.whole = [number for number in range(sent) if not is_broken(number)]
+        self.ledgers = {name: each["ledger"] for name, each in victim.client.stats().items()}
+
+    def count_accepted(self, queue: str) -> int:
+        """Return how many events a queue has accepted, without those that a kill has lost."""
+        ledger = self.ledgers[queue]
+        total: int = ledger["delivered"] + ledger["dead"] + ledger["pending"]
+        return total
+
+    def read_numbers(self, name: str) -> list[int]:
+        return [json.loads(json.loads(line)["value"])["n"] for line in self.read_lines(name)]
+
+    def read_lines(self, name: str) -> list[str]:
+        """Return complete lines: a kill may leave a partial line, whose event is repeated."""
+        lines = (self.place / name).read_text().splitlines()
+        whole = [line for line in lines if is_json(line)]
+        assert len(lines) - len(whole) <= self.kills, "at most one for each kill"
+        return whole
+
+
+def check_main_queue(results: Results) -> None:
+    assert all(ledger["adds_up"] for ledger in results.ledgers.values()), results.ledgers
+    assert results.count_accepted("main") == results.sent + MARKERS
+    broken = contents(results.client, "main.dead")
+    assert sorted(broken) == sorted(map(value, filter(is_broken, range(results.sent))))
+
+
+def check_routes(results: Results) -> dict[str, int]:
+    whole = results.whole
+    held = [json.loads(each)["n"] for each in contents(results.client, "held")]
     assert sorted(held) == [number for number in whole if number % 3 == 0]
-    broken = contents(victim.client, "main.dead")
-    assert sorted(broken) == sorted(value(number) for number in filter(is_broken, range(sent)))
 
     even = [number for number in whole if number % 2 == 0]
-    assert numbers(victim.place / "files.jsonl") == set(even)
-    assert numbers(victim.place / "direct.jsonl") == set(whole) - set(even)
-    assert count_accepted(ledgers["files"]) == len(even), "each event is in its queue once"
+    files, direct = (results.read_numbers(f"{name}.jsonl") for name in ("files", "direct"))
+    web = [event["n"] for event in results.web]
+    assert set(files) == set(even)
+    assert set(direct) == set(whole) - set(even)
+    assert set(web) == {number for number in whole if number % 4 == 0}
+    assert results.count_accepted("files") == len(even), "each event is in its queue once"
 
-    lines = read_complete_lines(victim.place / "counts.jsonl")
-    counts = {row["rest"]: row["events"] for row in map(json.loads, lines)}
+    assert sorted(row["n"] for row in read_archive(results.place / "archive")) == whole
+    assert results.count_accepted("archive") == len(whole)
+    return {
+        "files": count_repeated(files),
+        "direct": count_repeated(direct),
+        "web": count_repeated(web),
+    }
+
+
+def check_queries(results: Results) -> dict[str, int]:
+    whole = results.whole
+    direct = results.read_numbers("direct.jsonl")
+    assert set(direct) == {number for number in whole if number % 2 == 1}
+
+    counts = {
+        row["rest"]: row["events"] for row in map(json.loads, results.read_lines("counts.jsonl"))
+    }
     assert counts == Counter(number % 3 for number in whole), "the last counts include all events"
-    assert count_accepted(ledgers["counts"]) == len(whole)
+    assert results.count_accepted("counts") == len(whole)
 
-    assert sorted(read_archive(victim.place / "archive")) == whole
-    assert count_accepted(ledgers["archive"]) == len(whole)
-    assert count_accepted(ledgers["main"]) == sent
+    pairs = [(row["n"], row["partner"]) for row in results.web]
+    assert set(pairs) == {(number, number - 1) for number in whole if number % 5 == 1}
+
+    windows = [(row["second"], row["events"]) for row in read_archive(results.place / "windows")]
+    seconds = Counter(get_time(number) // 1_000_000 for number in whole)
+    assert sorted(each for each in windows if each[1]) == sorted(seconds.items()), "each once"
+    assert results.count_accepted("windows") == len(whole) + MARKERS
+    return {"direct": count_repeated(direct), "pairs": count_repeated(pairs)}
 
 
-def numbers(path: Path) -> set[int]:
-    return {json.loads(json.loads(line)["value"])["n"] for line in read_complete_lines(path)}
+SCENARIOS = {
+    "routes": Scenario(
+        ROUTES,
+        ("node", "worker", "java", "node", "driver"),
+        ("archive", "files", "web"),
+        check_routes,
+    ),
+    "queries": Scenario(
+        QUERIES,
+        ("worker", "node", "java", "worker", "both"),
+        ("windows", "counts", "orders", "pairs"),
+        check_queries,
+    ),
+}
+"""Two tests that can run at the same time."""
 
 
-def read_complete_lines(path: Path) -> list[str]:
-    """Return complete lines: a kill may leave a partial line, whose event is repeated."""
-    lines = path.read_text().splitlines()
-    whole = [line for line in lines if is_json(line)]
-    assert len(lines) - len(whole) <= len(KILLS) * ROUNDS, "at most one for each kill"
-    return whole
+def count_repeated(came: Sequence[object]) -> int:
+    return len(came) - len(set(came))
 
 
 def is_json(line: str) -> bool:
@@ -329,17 +499,11 @@ def is_json(line: str) -> bool:
     return True
 
 
-def count_accepted(ledger: dict[str, Any]) -> int:
-    """Return how many events a queue has accepted, without unacknowledged ones lost in a kill."""
-    total: int = ledger["delivered"] + ledger["dead"] + ledger["pending"]
-    return total
-
-
 def contents(client: Client, queue: str) -> list[bytes]:
     return get_values([block for _, block in client.read(queue)])
 
 
-def read_archive(place: Path) -> list[int]:
+def read_archive(place: Path) -> list[dict[str, Any]]:
     """Read the files in Spark's log of the sink; files of failed batches are not in it."""
     entries: dict[str, Path] = {}
     for batch in (place / "_spark_metadata").iterdir():
@@ -348,8 +512,7 @@ def read_archive(place: Path) -> list[int]:
         for line in batch.read_text().splitlines()[1:]:
             path = Path(json.loads(line)["path"].removeprefix("file://"))
             entries[path.name] = path
-    tables = [pq.read_table(path, columns=["n"]) for path in entries.values()]
-    return [int(row["n"]) for table in tables for row in table.to_pylist()]
+    return [row for path in entries.values() for row in pq.read_table(path).to_pylist()]
 
 
 # ── kills during a request ──
