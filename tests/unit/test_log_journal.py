@@ -140,6 +140,34 @@ def test_snapshot_without_gaps_has_no_field_ahead() -> None:
     assert (payload["producers"], "ahead" in payload) == ({P1.hex(): 7}, False)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"low": "3"},
+        {"settled": [["a", "b"]]},
+        {"returned": [[8, None, 2]]},
+        {"totals": {"delivered": 1.5}},
+        {"bytes": None},
+        {"position": {"chunk": "a", "byte": 1, "end": 2}},
+        {"producers": {"00": "a"}},
+        {},
+    ],
+    ids=lambda change: next(iter(change), "nested"),
+)
+def test_senseless_snapshot_goes_to_quarantine(change: dict[str, object], tmp_path: Path) -> None:
+    """Its checksum is right."""
+    _, payload = encode_snapshot(settled((0, 10)), ID, 1)
+    content = json.dumps({**json.loads(payload.rstrip(b"\0")), **change}).encode()
+    content = content if change else b"[" * 100_000
+    start = struct.pack("<8sQQI", b"TLJOURN1", 1, len(content), google_crc32c.value(content))
+    checksum = google_crc32c.value(start).to_bytes(4, "little")
+    (tmp_path / JOURNAL_FILES[0]).write_bytes(start + checksum + content + bytes(8))
+    journal, state = Journal.open(tmp_path, Disk(), ID)
+    journal.close()
+    assert state == JournalState()
+    assert (tmp_path / "quarantine" / JOURNAL_FILES[0]).exists()
+
+
 def test_only_the_most_recent_producers_are_remembered() -> None:
     state = JournalState()
     for number in range(MAX_PRODUCERS):

@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import google_crc32c
@@ -334,7 +335,7 @@ def parse_queue_id(payload: bytes, checksum: int) -> str | None:
 def _parse_state(values: dict[str, Any]) -> JournalState:
     position = values["position"]
     ahead = values.get("ahead", {})
-    return JournalState(
+    state = JournalState(
         low=values["low"],
         ranges=RangeSet((first, end) for first, end in values["settled"]),
         returned=[(first, end, attempt) for first, end, attempt in values["returned"]],
@@ -351,3 +352,8 @@ def _parse_state(values: dict[str, Any]) -> JournalState:
         },
         found=True,
     )
+    single = (state.low, state.bytes, *state.totals.values(), *(state.position or ()))
+    spans = chain(state.settled, state.returned, *state.producers.values())
+    if any(type(number) is not int for number in chain(single, *spans)):
+        raise TypeError("the snapshot has something else in the place of a number")
+    return state
