@@ -216,6 +216,10 @@ def is_worker(pid: int) -> bool:
     return is_python and not is_java(pid)
 
 
+def is_search(pid: int) -> bool:
+    return "pyspark.sql.worker.lookup_data_sources" in read_command_line(pid)
+
+
 class KilledProcess:
     """``turnlane run``, started again after each kill at the same address."""
 
@@ -241,19 +245,21 @@ class KilledProcess:
             self.live()
         if what == "java":  # One that does not start the first time ends the program.
             wait_until(self._has_lanes, "lanes", PATIENCE)
-            os.kill(self._wait_for_processes(is_java)[0], signal.SIGKILL)
+            os.kill(self.wait_for_processes(is_java)[0], signal.SIGKILL)
         if what == "worker":
-            os.kill(chance.choice(self._wait_for_processes(is_worker)), signal.SIGKILL)
+            os.kill(chance.choice(self.wait_for_processes(is_worker)), signal.SIGKILL)
 
     def _has_lanes(self) -> bool:
         return any(each["event"] == "lanes" for each in self.lives[-1].hear())
 
-    def _wait_for_processes(self, is_wanted: Callable[[int], bool]) -> list[int]:
+    def wait_for_processes(self, is_wanted: Callable[[int], bool]) -> list[int]:
+        """Return the processes below the driver that are wanted, at least one."""
+
         def list_wanted() -> list[int]:
             return [*filter(is_wanted, list_descendants(self.lives[-1].process.pid))]
 
         wait_until(list_wanted, is_wanted.__name__, PATIENCE)
-        return list_wanted() or self._wait_for_processes(is_wanted)
+        return list_wanted() or self.wait_for_processes(is_wanted)
 
     def node(self) -> int:
         """Return the process of the node; it may run before it is reported."""
@@ -565,6 +571,17 @@ def test_only_events_in_flight_at_a_kill_are_sent_again(
     assert {each for each, times in arrived.items() if times > 1} <= opened
     assert max(arrived.values()) <= 2
     assert all(ledger["adds_up"] and not ledger["pending"] for ledger in ledgers), ledgers
+
+
+def test_pipeline_runs_after_the_search_for_data_sources_was_killed(tmp_path: Path) -> None:
+    """Spark searches only once, with a Python process of its own."""
+    with run_server() as server, has_process(tmp_path, WEB.replace("URL", server.url)) as victim:
+        for pid in victim.wait_for_processes(is_search):
+            os.kill(pid, signal.SIGKILL)
+        publish(victim, 0, 20)
+        wait_for_web(victim, delivered=20)
+        assert "spark.source_registered" in victim.lives[-1].errors, "the search was killed"
+        assert victim.stop() == 0, victim.lives[-1].errors
 
 
 def test_events_that_a_filter_cannot_handle_are_dead_once_after_kills(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ from turnlane.spark.parsing import load_events
 from turnlane.spark.queue_reader import QuerySettler
 from turnlane.spark.routing import RouteConditions, add_payload, add_route_bits, add_routes
 from turnlane.spark.row_codec import encode_nulls, list_read_columns
-from turnlane.spark.session import NO_ARROW_BYTE_LIMIT, override_settings
+from turnlane.spark.session import NO_ARROW_BYTE_LIMIT, override_settings, register_sources
 from turnlane.spark.sinks import (
     check_sink,
     select_sink_columns,
@@ -723,6 +723,7 @@ class PipelineRunner:
         lane runs instead of them: try again.
         """
         with self._lock:
+            register_sources(self._spark)
             pipeline = Pipeline(
                 plan.settings,
                 plan.access,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import pyspark
 from pyspark import SparkConf, SparkContext
@@ -177,6 +177,22 @@ def open_session(
     for module in () if is_local else modules:
         session.sparkContext.addPyFile(str(module))
     return session
+
+
+def register_sources(session: SparkSession) -> None:
+    """Register turnlane's data sources, unless Spark has found them by itself.
+
+    Spark looks for them once, with a Python process. If that is killed, or does not start in time,
+    Spark never looks again, and each query would fail with ``DATA_SOURCE_NOT_FOUND``.
+    """
+    from turnlane.spark.source import TurnlaneSource
+    from turnlane.spark.table_source import TurnlaneTableSource
+
+    known: Any = session._jsparkSession.sessionState().dataSourceManager()  # noqa: SLF001
+    for source in (TurnlaneSource, TurnlaneTableSource):
+        if not known.dataSourceExists(source.name()):
+            log.warning("spark.source_registered", format=source.name())
+            session.dataSource.register(source)
 
 
 def _get_network_defaults(settings: SparkSettings) -> Mapping[str, str]:
