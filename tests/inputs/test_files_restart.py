@@ -70,12 +70,16 @@ def senseless(data: Path) -> None:
     rewrite(data, lambda content: content["files"][0].update(offset=-5))
 
 
+def mistyped(data: Path) -> None:
+    rewrite(data, lambda content: content["files"][0].update(offset="600"))
+
+
 def shortened(data: Path) -> None:
     rewrite(data, lambda content: content.pop("complete"))
 
 
 @pytest.mark.parametrize(
-    "harm", [behind, missing, garbage, of_another_version, senseless, shortened]
+    "harm", [behind, missing, garbage, of_another_version, senseless, mistyped, shortened]
 )
 @pytest.mark.parametrize("start_at", ["beginning", "end"])
 def test_damaged_positions_file_is_replaced_by_the_queue(
@@ -93,7 +97,7 @@ def test_damaged_positions_file_is_replaced_by_the_queue(
         append(log, make_lines(110, 120))
         assert running.await_lines(120) == make_values(0, 120)
     kept = saved(data).with_name("files.json.bad").exists()
-    assert kept == (harm in {garbage, of_another_version, senseless, shortened})
+    assert kept == (harm not in {behind, missing})
 
 
 def test_lost_positions_of_a_truncated_file_come_from_the_queue(tmp_path: Path) -> None:

@@ -96,7 +96,11 @@ class SavedFile:
             length, digest = fields[name]
             fields[name] = Fingerprint(int(length), str(digest))
         saved = cls(**fields)
-        if not 0 <= saved.before.length <= int(saved.offset) < 1 << 62 or saved.head == EMPTY:
+        has_texts = all(isinstance(each, str) for each in (saved.id, saved.path, saved.source))
+        has_numbers = type(saved.offset) is int and isinstance(saved.seen, int | float)
+        if not has_texts or not has_numbers:
+            raise TypeError(f"{saved.path}: a field has the wrong type")
+        if not 0 <= saved.before.length <= saved.offset < 1 << 62 or saved.head == EMPTY:
             raise ValueError(f"{saved.path}: offset {saved.offset} is not possible")
         return saved
 
