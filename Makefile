@@ -3,19 +3,33 @@
 PYTHON := .venv/bin/python
 READY := .venv/.ready
 WORKERS ?= 3
+ROUNDS ?= 5
+SECONDS ?= 300
+TARGETS ?= $(notdir $(wildcard tests/fuzz/corpus/*))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format bench docs clean
+.PHONY: help demo test test-chaos fuzz check format bench docs clean
 
 help: ## Show this help
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) $(READY)-peers-demo ## A node and a pipeline on local Spark: sockets in, lanes, a ledger
 	$(PYTHON) examples/pipeline.py
 
 test: $(READY) $(READY)-peers-test ## Run all tests (WORKERS=3 at a time; ARGS are pytest's)
 	$(PYTHON) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-chaos: $(READY) ## Kill the processes of pipelines 50 times (ROUNDS=5 of ten kills)
+	@mkdir -p .chaos && rm -f .chaos/kills.jsonl
+	TURNLANE_KILL_ROUNDS=$(ROUNDS) TURNLANE_KILL_REPORT=$(CURDIR)/.chaos/kills.jsonl \
+		$(PYTHON) -m pytest -n 2 tests/spark/test_kill.py $(ARGS)
+	@cat .chaos/kills.jsonl
+
+fuzz: $(READY) ## Search for bytes that break a parser (SECONDS=300 for each of TARGETS)
+	@for target in $(TARGETS); do \
+		$(PYTHON) -m tests.fuzz.run $$target $(SECONDS) || exit; \
+	done
 
 check: $(READY) ## Lint, formatting, types, import contracts, plain English
 	$(PYTHON) -m ruff check
@@ -35,7 +49,7 @@ docs: $(READY)-docs ## Build the documentation into site/
 	.venv/bin/zensical build --strict --clean
 
 clean: ## Remove everything that is made, .venv included
-	rm -rf .venv site dist build .demo .hypothesis
+	rm -rf .venv site dist build .demo .hypothesis .fuzz .chaos
 	rm -rf .cache .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
