@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from turnlane.testing import FaultyDisk, ManualClock
+from turnlane.testing import FaultyDisk, ManualClock, PowerCutDisk
 
 
 def test_manual_clock_moves_only_on_command() -> None:
@@ -182,3 +183,55 @@ def test_planned_kill_kills_the_process(tmp_path: Path, plan: str, left: bytes) 
     ended = subprocess.run([sys.executable, "-c", program, str(path)], env=environment, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert path.read_bytes() == left
+
+
+def draw_power_cuts(disk: PowerCutDisk, directory: Path) -> set[tuple[tuple[str, bytes], ...]]:
+    """Return the states of a directory that 100 power cuts leave: names and contents."""
+    states = set()
+    for seed in range(100):
+        copy = directory.with_name(f"copy-{seed}")
+        disk.draw_power_cut(directory, copy, random.Random(seed))
+        states.add(tuple((path.name, path.read_bytes()) for path in sorted(copy.iterdir())))
+    return states
+
+
+def test_power_cut_leaves_any_part_of_the_unsynced_sectors(tmp_path: Path) -> None:
+    (tmp_path / "queue").mkdir()
+    disk = PowerCutDisk()
+    fd = disk.open(tmp_path / "queue/file", create=True)
+    disk.write(fd, [b"-" * 1024], 0)
+    disk.sync(fd)
+    disk.sync_directory(tmp_path / "queue")
+    disk.write(fd, [b"ab"], 511)
+    contents = {content for ((_, content),) in draw_power_cuts(disk, tmp_path / "queue")}
+    disk.close(fd)
+    middles = {content[510:514] for content in contents}
+    assert middles == {b"----", b"-a--", b"--b-", b"-ab-"}
+    assert {content[:510] + content[514:] for content in contents} == {b"-" * 1020}
+
+
+def test_power_cut_undoes_unsynced_names(tmp_path: Path) -> None:
+    """A new file, a replaced one and a deleted one, independently of each other."""
+    directory = tmp_path / "queue"
+    directory.mkdir()
+    for name in ("old", "deleted"):
+        (directory / name).write_bytes(name.encode())
+    disk = PowerCutDisk()
+    with disk.open_file(directory / "new", create=True, write=True) as fd:
+        disk.write(fd, [b"new"], 0)
+        disk.sync(fd)
+    disk.rename(directory / "new", directory / "old")
+    disk.unlink(directory / "deleted")
+    states = draw_power_cuts(disk, directory)
+    before = (("deleted", b"deleted"), ("old", b"old"))
+    created = (("deleted", b"deleted"), ("new", b"new"), ("old", b"old"))
+    assert states == {
+        before,
+        created,
+        (("deleted", b"deleted"), ("old", b"new")),
+        *(state[1:] for state in (before, created)),
+        (("old", b"new"),),
+    }
+    disk.sync_directory(directory)
+    disk.draw_power_cut(directory, tmp_path / "synced", random.Random(0))
+    assert [path.name for path in (tmp_path / "synced").iterdir()] == ["old"]

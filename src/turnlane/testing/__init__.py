@@ -20,7 +20,7 @@ They are shipped, so that you can test your own code against the same failures a
 
 from __future__ import annotations
 
-from turnlane.testing.machine import OPERATIONS, FaultyDisk, ManualClock
+from turnlane.testing.machine import OPERATIONS, FaultyDisk, ManualClock, PowerCutDisk
 from turnlane.testing.remote import (
     FaultyOutput,
     FlakyConnection,
@@ -43,5 +43,6 @@ __all__ = [
     "ManualClock",
     "ModelConnection",
     "ModelNode",
+    "PowerCutDisk",
     "Step",
 ]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,7 +117,7 @@ class FaultyDisk(Disk):
     and a full disk write the first part.
 
     A killed process loses nothing that it had written; :meth:`cut_power` shows what a power cut
-    would do.
+    would do, :class:`PowerCutDisk` also with writes that are reordered.
     """
 
     def __init__(self) -> None:
@@ -326,6 +328,201 @@ class FaultyDisk(Disk):
     def _get_path(self, fd: int) -> Path | None:
         with self._lock:
             return self._paths.get(fd)
+
+
+SECTOR = 512
+"""The bytes that a device writes completely or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnsyncedChange:
+    """A change of a file since its last sync: bytes at an offset, or a new length."""
+
+    at: int
+    data: bytes | None = None
+
+    def split(self) -> list[UnsyncedChange]:
+        """Return the parts that a device writes independently of each other."""
+        if self.data is None:
+            return [self]
+        ends = range(self.at // SECTOR * SECTOR + SECTOR, self.at + len(self.data), SECTOR)
+        starts = [self.at, *ends]
+        stops = [*ends, self.at + len(self.data)]
+        return [
+            UnsyncedChange(start, self.data[start - self.at : stop - self.at])
+            for start, stop in zip(starts, stops, strict=True)
+        ]
+
+    def apply(self, content: bytearray) -> None:
+        """Carry it out. Bytes that were never written are zeros."""
+        length = self.at if self.data is None else self.at + len(self.data)
+        content.extend(bytes(max(0, length - len(content))))
+        if self.data is None:
+            del content[length:]
+        else:
+            content[self.at : length] = self.data
+
+
+@dataclass(slots=True, eq=False)
+class UnsyncedFile:
+    """The content of a file at its last sync, and everything that has changed it since."""
+
+    content: bytearray
+    changes: list[UnsyncedChange]
+
+
+class PowerCutDisk(FaultyDisk):
+    """A disk that knows what a power cut may leave of unsynced changes. See :meth:`draw_power_cut`.
+
+    It models a device and a file system that promise nothing without a sync. Of the changes since
+    the last sync of a file, any part may be on the device, in units of 512 bytes: also a later one
+    without an earlier one. The same is true of names (new files, renames, deletions) since the last
+    sync of their directory; a rename itself happens completely or not at all. Bytes in a gap are
+    zeros. It keeps the files in memory, so it is for small ones. Safe to use from several threads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changing = threading.RLock()
+        """Makes a change of a file and its record here one step."""
+        self._files: dict[int, UnsyncedFile] = {}
+        """By descriptor."""
+        self._names: dict[Path, UnsyncedFile] = {}
+        """The names that there are now; and, below, that there were at the directory's sync."""
+        self._synced_names: dict[Path, UnsyncedFile] = {}
+        self._renames: list[tuple[Path | None, Path | None, UnsyncedFile]] = []
+        """Old name, new name and file: without an old name it is new, without a new one deleted."""
+        self._calls: list[tuple[CallPlan, Callable[[], None]]] = []
+
+    def call(self, work: Callable[[], None], nth: int = 1) -> None:
+        """Call ``work`` before the ``nth`` operation from now, on the thread of this operation."""
+        with self._changing:
+            self._calls.append((CallPlan(nth, 1), work))
+
+    def draw_power_cut(self, directory: Path, copy: Path, rng: random.Random) -> None:
+        """Copy a directory in a state, drawn at random, in which a power cut may leave it."""
+        copy.mkdir()
+        with self._changing:
+            for path in filter(Path.is_file, directory.iterdir()):
+                self._find(path)
+            for path, file in self._draw_names(rng).items():
+                if path.parent == directory:
+                    keeps = _draw_survival(rng)
+                    content = bytearray(file.content)
+                    for part in (part for change in file.changes for part in change.split()):
+                        if keeps():
+                            part.apply(content)
+                    (copy / path.name).write_bytes(content)
+
+    def _draw_names(self, rng: random.Random) -> dict[Path, UnsyncedFile]:
+        keeps = _draw_survival(rng)
+        names = dict(self._synced_names)
+        for old, new, file in self._renames:
+            if keeps() and (old is None or names.get(old) is file):
+                if old is not None:
+                    del names[old]
+                if new is not None:
+                    names[new] = file
+        return names
+
+    def _begin(self, op: str, file: Path | int) -> DiskFault | None:
+        with self._changing:
+            for plan, work in self._calls:
+                if plan.count_call():
+                    work()
+        return super()._begin(op, file)
+
+    def open(self, path: Path, *, create: bool = False, write: bool = True) -> int:
+        with self._changing:
+            existed = path.exists()
+            fd = super().open(path, create=create, write=write)
+            if not existed:
+                self._names[path] = UnsyncedFile(bytearray(), [])
+                self._renames.append((None, path, self._names[path]))
+            self._files[fd] = self._find(path)
+            return fd
+
+    def _find(self, path: Path) -> UnsyncedFile:
+        """Return the record of a file that exists. A file from an earlier life is durable."""
+        if path not in self._names:
+            file = UnsyncedFile(bytearray(path.read_bytes()), [])
+            self._names[path] = self._synced_names[path] = file
+        return self._names[path]
+
+    def close(self, fd: int) -> None:
+        with self._changing:
+            super().close(fd)
+            del self._files[fd]
+
+    def write(self, fd: int, buffers: Buffers, at: int) -> None:
+        with self._changing:
+            super().write(fd, buffers, at)
+            data = b"".join(memoryview(buffer).cast("B") for buffer in buffers)
+            self._files[fd].changes.append(UnsyncedChange(at, data))
+
+    def truncate(self, fd: int, size: int) -> None:
+        with self._changing:
+            super().truncate(fd, size)
+            self._files[fd].changes.append(UnsyncedChange(size))
+
+    def allocate(self, fd: int, size: int) -> None:
+        with self._changing:
+            super().allocate(fd, size)
+            self._files[fd].changes.append(UnsyncedChange(self.size(fd)))
+
+    def sync(self, fd: int) -> None:
+        file = self._files[fd]
+        with self._changing:
+            count = len(file.changes)
+        super().sync(fd)
+        with self._changing:
+            for change in file.changes[:count]:
+                change.apply(file.content)
+            del file.changes[:count]
+
+    def sync_directory(self, path: Path) -> None:
+        with self._changing:
+            super().sync_directory(path)
+            unsynced = []
+            for old, new, file in self._renames:
+                if path not in {name.parent for name in (old, new) if name is not None}:
+                    unsynced.append((old, new, file))
+                    continue
+                if old is not None:
+                    self._synced_names.pop(old, None)
+                if new is not None:
+                    self._synced_names[new] = file
+            self._renames = unsynced
+
+    def rename(self, old: Path, new: Path) -> None:
+        with self._changing:
+            file = self._find(old)
+            if new.exists():
+                self._find(new)
+            super().rename(old, new)
+            self._names[new] = self._names.pop(old)
+            self._renames.append((old, new, file))
+
+    def unlink(self, path: Path) -> None:
+        with self._changing:
+            file = self._find(path)
+            super().unlink(path)
+            del self._names[path]
+            self._renames.append((path, None, file))
+
+
+def _draw_survival(rng: random.Random) -> Callable[[], bool]:
+    """Return a function that tells of one change after the other whether it is on the device."""
+    share = rng.random()
+    first = iter([True] * rng.randrange(20))
+    return rng.choice(
+        [
+            lambda: False,
+            lambda: True,
+            lambda: next(first, False),  # in order
+            lambda: rng.random() < share,  # in any order
+        ]
+    )
 
 
 def _make_error(number: int, path: Path | None) -> OSError:
