@@ -6,10 +6,11 @@ WORKERS ?= 3
 ROUNDS ?= 5
 SECONDS ?= 300
 TARGETS ?= $(notdir $(wildcard tests/fuzz/corpus/*))
+CUTS ?= 100
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-chaos fuzz check format bench docs clean
+.PHONY: help demo test test-chaos test-power fuzz check format bench docs clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +31,9 @@ fuzz: $(READY) ## Search for bytes that break a parser (SECONDS=300 for each of 
 	@for target in $(TARGETS); do \
 		$(PYTHON) -m tests.fuzz.run $$target $(SECONDS) || exit; \
 	done
+
+test-power: $(READY) $(READY)-peers-power ## Cut the power of a virtual machine CUTS=100 times (ARGS: see --help)
+	$(PYTHON) -m tests.power.cuts --cuts $(CUTS) $(ARGS)
 
 check: $(READY) ## Lint, formatting, types, import contracts, plain English
 	$(PYTHON) -m ruff check
