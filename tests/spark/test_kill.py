@@ -579,7 +579,7 @@ def test_pipeline_runs_after_the_search_for_data_sources_was_killed(tmp_path: Pa
         for pid in victim.wait_for_processes(is_search):
             os.kill(pid, signal.SIGKILL)
         publish(victim, 0, 20)
-        wait_for_web(victim, delivered=20)
+        wait_for_ledger(victim, "web", delivered=20)
         assert "spark.source_registered" in victim.lives[-1].errors, "the search was killed"
         assert victim.stop() == 0, victim.lives[-1].errors
 
