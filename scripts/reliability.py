@@ -41,7 +41,7 @@ def _rows() -> Iterator[str]:
             f"{what}: {count:,}" if isinstance(count, int) else f"{what}: {count}"
             for what, count in run["counts"].items()
         )
-        yield f"| `{name}` | {run['date']} | `{run['commit']}` | {counts} |"
+        yield f"| {name} | {run['date']} | `{run['commit']}` | {counts} |"
 
 
 def with_table(page: str) -> str:

@@ -26,6 +26,7 @@ from pathlib import Path
 import pytest
 
 import turnlane
+from scripts import reliability
 from tests.conftest import skip_or_fail
 from turnlane import errors
 from turnlane.node.http import HttpPlane
@@ -241,6 +242,11 @@ def test_api_reference_has_every_error() -> None:
     tree = {kind.__name__ for kind in kinds if issubclass(kind, errors.TurnlaneError)}
     rows = set(re.findall(r"^\| (?:– )?`(\w+)`", page, re.MULTILINE))
     assert tree <= rows
+
+
+def test_reliability_page_has_the_counts_of_the_last_runs() -> None:
+    page = reliability.PAGE.read_text()
+    assert page == reliability.with_table(page), "run: python -m scripts.reliability"
 
 
 def test_every_page_is_in_the_navigation() -> None:
