@@ -85,12 +85,12 @@ with Service(loads(config.replace("{data}", "/run/tmp/warm"))).start() as servic
         urllib.request.urlopen(url + "/peek").read()
 with open("/dev/ttyS1", "r+b", buffering=0) as control:
     control.write(b"waiting\\n")
-    while not (now := control.readline().strip()):
+    while not (line := control.readline().split()):
         pass
     control.write(b"started\\n")
-# The kernel writes back at once what is not synced, so that the disk has something to lose.
-Path("/proc/sys/vm/dirty_expire_centisecs").write_text("1")
-Path("/proc/sys/vm/dirty_writeback_centisecs").write_text("1")
+now, delay = line
+Path("/proc/sys/vm/dirty_expire_centisecs").write_text(delay.decode())
+Path("/proc/sys/vm/dirty_writeback_centisecs").write_text(delay.decode())
 time.clock_settime(time.CLOCK_REALTIME, float(now))
 subprocess.run(["busybox", "mount", "-t", "{file_system}", "/dev/vdb", "{data}"], check=True)
 sys.argv = ["turnlane", "serve", "/node.yaml"]
@@ -168,14 +168,17 @@ class Machine:
                 assert status in {"setup", "active", "device"}, status
                 time.sleep(0.05)
 
-    def start(self) -> Guest:
-        """Start a guest; it mounts the disk and starts the node."""
+    def start(self, write_back_delay: int = 3000) -> Guest:
+        """Start a guest; it mounts the disk and starts the node.
+
+        Its kernel writes unsynced data to the disk after this delay, in hundredths of a second.
+        """
         incoming = ["-incoming", f"exec:cat {self.directory / 'memory'}"]
         guest = Guest(self.directory, [*self._command, *incoming])
         while guest.run("query-status")["status"] != "running":
             time.sleep(0.02)
         with guest.connect("control") as control, control.makefile("rb") as answers:
-            control.sendall(b"%f\n" % time.time())
+            control.sendall(b"%f %d\n" % (time.time(), write_back_delay))
             assert any(b"started" in line for line in answers), self.read_console()
         return guest
 
