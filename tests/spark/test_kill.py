@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -245,9 +245,18 @@ class KilledProcess:
             self.live()
         if what == "java":  # One that does not start the first time ends the program.
             wait_until(self._has_lanes, "lanes", PATIENCE)
-            os.kill(self.wait_for_processes(is_java)[0], signal.SIGKILL)
+            self._kill_any(is_java, chance)
         if what == "worker":
-            os.kill(chance.choice(self.wait_for_processes(is_worker)), signal.SIGKILL)
+            self._kill_any(is_worker, chance)
+
+    def _kill_any(self, is_wanted: Callable[[int], bool], chance: random.Random) -> None:
+        while True:
+            pid = chance.choice(self.wait_for_processes(is_wanted))
+            command = read_command_line(pid)[-100:]
+            with suppress(ProcessLookupError):  # It may have ended by itself.
+                os.kill(pid, signal.SIGKILL)
+                print(f"killed {command}")  # noqa: T201 - to find the reason of a failure
+                return
 
     def _has_lanes(self) -> bool:
         return any(each["event"] == "lanes" for each in self.lives[-1].hear())
@@ -291,7 +300,11 @@ def has_process(place: Path, config: str) -> Iterator[KilledProcess]:
     if not (shutil.which("java") or "JAVA_HOME" in os.environ):
         skip_or_fail("Spark needs Java 17 or later")
     with closing(KilledProcess(place, config)) as victim:
-        yield victim
+        try:
+            yield victim
+        except BaseException:
+            print(victim.lives[-1].errors[-10_000:])  # noqa: T201 - to find the reason
+            raise
 
 
 class Scenario(NamedTuple):
