@@ -28,8 +28,10 @@ PARSERS: Final = {
     "journal": ("storage.journal", "storage.journal_records", "intervals"),
     "lines": ("formats.lines",),
     "otlp": ("formats.otlp", "formats.otlp_columns"),
+    "proxy_header": ("serving.proxy_header",),
     "statements": ("table.grammar", "table.definition", "table.schedules", "units"),
     "stored_json": ("storage.directory", "node.commit_record", "inputs.files", "node.node"),
+    "syslog": ("formats.syslog_columns", "formats.syslog"),
 }
 """The modules whose branches guide the search. To instrument all would take ten seconds."""
 

@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from tests.inputs.test_syslog_framing import in_parts, reference
+from tests.unit.test_syslog_columns import check as check_syslog
 from turnlane.errors import (
     ConfigError,
     EventTooLarge,
@@ -65,6 +66,7 @@ from turnlane.node.node import load_registry
 from turnlane.outputs.elasticsearch import ElasticsearchOutput, ElasticsearchOutputSettings
 from turnlane.outputs.http_client import HttpResponse, parse_retry_after
 from turnlane.serving.http_body import BodyTooLarge, decompress, parse_encodings
+from turnlane.serving.proxy_header import InvalidProxyHeader, ProxyHeader, parse_proxy_header
 from turnlane.storage.directory import QueueDirectory, read_identity_files
 from turnlane.storage.disk_io import Disk
 from turnlane.storage.fastqueue import POSITION_HEADER, FastQueueDirectory
@@ -126,6 +128,31 @@ def read_priority(message: bytes) -> int | None:
     if not message.startswith(b"<") or not end or not number.isdigit() or len(number) > 3:
         return None
     return int(number) if int(number) <= 191 else None
+
+
+@add_target
+def fuzz_syslog(data: bytes) -> None:
+    """The messages of a block have the columns that a plain parser finds."""
+    check_syslog(data.split(b"\0"))
+
+
+@add_target
+def fuzz_proxy_header(data: bytes) -> None:
+    """A header is found wherever the stream is cut, and takes none of the bytes after it."""
+    parts = [parse_header_or_none(data[:end]) for end in range(1, min(len(data), 120) + 1)]
+    found = next((each for each in parts if each is not None), None)
+    assert found is None or all(each == found for each in parts[parts.index(found) :])
+    if isinstance(found, ProxyHeader):
+        assert found.size <= len(data)
+        assert parse_header_or_none(data[: found.size] + b"more") == found
+
+
+def parse_header_or_none(data: bytes) -> ProxyHeader | str | None:
+    """Return the header, its error, or ``None`` if its rest is missing."""
+    try:
+        return parse_proxy_header(data)
+    except InvalidProxyHeader:
+        return "invalid"
 
 
 @add_target
