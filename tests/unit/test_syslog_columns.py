@@ -93,6 +93,13 @@ def test_slice_of_a_block_gives_the_same_result() -> None:
     assert pa.table(parse_syslog(*parts)).equals(expected)
 
 
+def test_message_that_is_no_utf_8_changes_none_of_the_others() -> None:
+    values = [None, b"<13>a: \xe9", "<13>a: é".encode(), b"<13>a: plain", b"\xff", b""]
+    for seed in range(5):
+        random.Random(seed).shuffle(values)
+        check(values)
+
+
 def test_line_may_end_after_nil_structured_data() -> None:
     check([b"<13>1 - h a p m -\n", b"<13>1 - h a p m -\nx", b"<13>1 - h a p m -x"])
     (row,) = parse([b"<13>1 - h a p m -\n"])

@@ -227,10 +227,19 @@ def decode_texts(values: pa.BinaryArray) -> Texts:
     try:
         return values.cast(pa.string())
     except pa.ArrowInvalid:
-        decoded = [
-            None if each is None else each.decode(errors="replace") for each in values.to_pylist()
-        ]
-        return pa.array(decoded, pa.string())
+        pass
+    # One device may write another encoding: only messages that are not ASCII cost a step each.
+    data, starts, ends = _get_bounds(values)
+    high = np.flatnonzero(data >= 0x80)
+    is_ascii = np.searchsorted(high, starts) == np.searchsorted(high, ends)
+    plain, others = np.flatnonzero(is_ascii), np.flatnonzero(~is_ascii)
+    decoded = [
+        None if each is None else each.decode(errors="replace")
+        for each in values.take(_array(others)).to_pylist()
+    ]
+    parts = [values.take(_array(plain)).cast(pa.string()), pa.array(decoded, pa.string())]
+    order = np.argsort(np.concatenate((plain, others)), kind="stable")
+    return pa.concat_arrays(parts).take(_array(order))
 
 
 def _get_bounds(texts: Texts) -> tuple[npt.NDArray[np.uint8], Numbers, Numbers]:
