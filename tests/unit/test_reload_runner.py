@@ -79,7 +79,7 @@ def test_needed_restart_is_computed_from_the_running_settings(
         stamp=get_stamp(file),
         endpoint="turnlane://h:1",
     )
-    operation._runner = cast("Any", SimpleNamespace(plan=None, start=lambda _: None))
+    operation._runner = cast("Any", SimpleNamespace(plan=None, start=lambda _: []))
     for change in changes:
         file.write_text(changed_by(change))
         operation._reload()
@@ -163,7 +163,7 @@ class Lanes:
         self.asked: list[list[str]] = []
         self.left = ["main"]
 
-    def start(self, plan: Any) -> None:
+    def start(self, plan: Any) -> list[str]:
         from turnlane.spark.pipeline import LanesStillRunning
 
         self.asked.append(list(plan.settings.lane_names()))
@@ -171,6 +171,7 @@ class Lanes:
         if self.left:
             raise LanesStillRunning(self.left)
         self.plan = plan
+        return list(plan.settings.lane_names())
 
     def stop(self) -> list[str]:
         return self.left
@@ -315,7 +316,9 @@ def test_change_during_the_start_causes_a_reload(
 
     class Looking(PipelineSupervisor):
         def run(self, _signals: Any) -> None:
-            news.append(self._is_reload_due(cast("Any", SimpleNamespace(hung_up=False))))
+            signals = cast("Any", SimpleNamespace(hung_up=False))
+            assert not self._is_reload_due(signals), "the file may still be written"
+            news.append(self._is_reload_due(signals))
 
     monkeypatch.setattr(run, "require_spark", edit)
     monkeypatch.setattr(run, "start_session", lambda *_, **__: SimpleNamespace(stop=lambda: None))

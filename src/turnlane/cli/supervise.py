@@ -240,7 +240,6 @@ class PipelineSupervisor:
         has_changed = now is not None and now != self._stamp and now == before
         if signals.hung_up or (self._reloads and has_changed):
             signals.hung_up = False
-            self._stamp = now
             self._reload_pending = True
         return self._reload_pending and time.monotonic() >= self._retry_at
 
@@ -250,6 +249,7 @@ class PipelineSupervisor:
         from turnlane.service import check
 
         self._reload_pending = False
+        self._stamp = get_stamp(self._path)
         try:
             config = load(self._path)
             if self._node is not None:  # secrets and certificates of nodes elsewhere are there
