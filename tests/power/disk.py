@@ -22,8 +22,9 @@ from pathlib import Path
 
 from turnlane.runtime import Closeable, start_thread
 
-SECTOR = 512
-"""The bytes that a disk writes completely or not at all."""
+SECTOR = 4096
+"""The bytes that a disk writes completely or not at all. File systems rely on it for their blocks:
+with a smaller sector, a cut can tear the superblock of ext4, which cannot be mounted then."""
 
 # The handshake
 _OPTION = struct.Struct(">8sII")

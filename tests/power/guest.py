@@ -30,6 +30,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from tests.power.disk import SECTOR
 from turnlane.runtime import Closeable
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +45,8 @@ FLIGHT, HTTP = 8815, 8088
 MEMORY_MIB = 768
 MODULES = ("virtio_pci", "virtio_blk", "virtio_net", "ext4")
 FILE_SYSTEMS = {
-    "ext4": ["mke2fs", "-q", "-F", "-t", "ext4", "-E", "lazy_itable_init=0,lazy_journal_init=0"],
-    "xfs": ["mkfs.xfs", "-q", "-f"],
+    "ext4": ["mke2fs", "-q", "-F", "-t", "ext4", "-b", "4096", "-E", "lazy_itable_init=0"],
+    "xfs": ["mkfs.xfs", "-q", "-f", "-s", "size=4096"],
 }
 PATIENCE = 600.0
 """Seconds after which a guest counts as stuck: emulation on a busy machine is slow."""
@@ -138,6 +139,7 @@ class Machine:
         )
         # Nehalem has what numpy and pyarrow need; what newer ones add is slow to emulate.
         cpu = "host" if self.accelerator == "kvm" else "Nehalem"
+        sectors = f"logical_block_size={SECTOR},physical_block_size={SECTOR}"
         self._command = [
             *("qemu-system-x86_64", "-machine", f"q35,accel={self.accelerator}", "-cpu", cpu),
             *("-smp", "2", "-m", str(MEMORY_MIB), "-nodefaults", "-display", "none", "-no-reboot"),
@@ -151,7 +153,7 @@ class Machine:
             *("-device", "virtio-blk-pci,drive=root"),
             "-blockdev",
             f"driver=nbd,node-name=data,cache.direct=on,server.type=unix,server.path={disk}",
-            *("-device", "virtio-blk-pci,drive=data,write-cache=on"),
+            *("-device", f"virtio-blk-pci,drive=data,write-cache=on,{sectors}"),
             *("-netdev", f"user,id=net,restrict=on{forwards}"),
             *("-device", "virtio-net-pci,netdev=net,romfile="),
         ]
