@@ -251,8 +251,8 @@ class Percentage(WrittenQuantity):
         if number <= 1 and not has_sign:
             exact = Decimal(repr(number))
             raise ValueError(
-                f"{value!r} is not a percentage; write {_digits(exact * 100)}% if it is a ratio, "
-                f"or {_digits(exact)}%, with a percent sign, such as 80%"
+                f"{value!r} may be a ratio or a percentage: write {_digits(exact * 100)}% or "
+                f"{_digits(exact)}%"
             )
         return cls(number)
 

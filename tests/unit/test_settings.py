@@ -167,7 +167,7 @@ def test_memory_percent_of_a_disk_queue_sets_the_part_in_memory() -> None:
 def test_memory_percent_that_may_be_a_ratio_is_refused_with_both_readings(written: Any) -> None:
     ratio, percentage = ("10%", "0.1%") if str(written).startswith("0") else ("100%", "1%")
     message = str(refused(memory_percent=written))
-    assert f"write {ratio} if it is a ratio, or {percentage}, with a percent sign" in message
+    assert f"may be a ratio or a percentage: write {ratio} or {percentage}" in message
 
 
 def test_size_auto_has_a_target_and_no_other_limits_until_the_queue_is_opened() -> None:

@@ -34,7 +34,7 @@ _STDOUT = Path("-")
 def convert_metrics_governor(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="metrics-governor's YAML, or a file with its flags."),
+        typer.Argument(metavar="FILE", help="metrics-governor's YAML, or a file with its flags."),
     ] = None,
     *,
     flags: Annotated[
@@ -44,15 +44,13 @@ def convert_metrics_governor(
     output: Output = _STDOUT,
     force: Force = False,
 ) -> None:
-    r"""Convert metrics-governor's queue, from its YAML, its flags, or both.
+    """Convert metrics-governor's queue, from its YAML, its flags, or both.
 
     The YAML goes to stdout. Settings without a counterpart are listed on stderr, with what to do.
     Exit codes: 0 all settings are converted, 1 some have no counterpart, 2 wrong usage or the
     output exists, 78 the file cannot be read.
 
-    \b
-    turnlane migrate metrics-governor config.yaml -o turnlane.yaml
-    turnlane migrate metrics-governor --flags "-queue-type disk -queue-max-bytes 2Gi"
+    Example: turnlane migrate metrics-governor --flags "-queue-type disk" -o turnlane.yaml
     """
     from turnlane.config import read_text
     from turnlane.migrate.metrics_governor import convert_settings, read_entries, read_flags
@@ -75,15 +73,14 @@ def convert_rsyslog(
     output: Output = _STDOUT,
     force: Force = False,
 ) -> None:
-    r"""Convert an rsyslog configuration: inputs, queues, filters and actions.
+    """Convert an rsyslog configuration: inputs, queues, filters and actions.
 
     The YAML goes to stdout. Statements and parameters without a counterpart are listed on stderr,
     with their lines and what to do. Included files are not read. Exit codes: 0 everything is
     converted, 1 something has no counterpart, 2 wrong usage or the output exists, 78 the file
     cannot be read.
 
-    \b
-    turnlane migrate rsyslog /etc/rsyslog.conf -o turnlane.yaml
+    Example: turnlane migrate rsyslog /etc/rsyslog.conf -o turnlane.yaml
     """
     from turnlane.config import read_text
     from turnlane.migrate.rsyslog import convert_text

@@ -134,7 +134,7 @@ def format_account(account: QueueAccount) -> Iterator[str]:
 queue = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Look into a queue's directory; also of a running, stopped or damaged queue.",
+    help="Look into a queue's directory, also of a running or damaged queue; or ask nodes.",
 )
 
 _YEAR = 365 * 86_400

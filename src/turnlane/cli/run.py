@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from turnlane.cli import console
 from turnlane.cli.console import (
     ConfigFile,
     Endpoint,
@@ -164,7 +165,8 @@ def _supervise(
             node.close()
             with contextlib.suppress(Exception):
                 signals.wait_or(supervisor.stop)
-            exit_now(failed.code)  # the node has printed the reason
+            console.warn(f"{failed}; the reason is above")
+            exit_now(failed.code)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the important one
                 supervisor.stop()

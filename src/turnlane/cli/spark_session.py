@@ -25,7 +25,7 @@ STARTUP_SECONDS: Final = 30.0
 _SPARK_LEVELS: Final = {
     LogLevel.ERROR: ("error", "off"),
     LogLevel.WARNING: ("error", "off"),
-    LogLevel.INFO: ("warn", "error"),
+    LogLevel.INFO: ("error", "off"),
     LogLevel.DEBUG: ("info", "info"),
 }
 """The log levels of Spark and of its streaming queries. Spark logs a lot, so they are lower."""

@@ -141,7 +141,7 @@ class PipelineSupervisor:
         if code is not None:
             self._handle_node_death(code)
         if node.restart_if_due():
-            self._report("node", "node: starting again", state="starting", starts=node.starts)
+            self._report("node", None, state="starting", starts=node.starts)
         if node.ready is not None and not self._is_ready:
             self._is_ready = self._has_been_ready = True
             self._report("node", None, state="ready", **node.ready)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -67,6 +68,8 @@ SPARK_DEFAULTS = {
     ),
     # A busy machine takes long to start a Python process.
     "spark.python.authenticate.socketTimeout": "60s",
+    # Spark warns about each function of a user if it should use pandas and there is none.
+    "spark.sql.execution.pythonUDF.arrow.enabled": str(find_spec("pandas") is not None).lower(),
     "spark.sql.shuffle.partitions": "4",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.streaming.minBatchesToRetain": "10",
