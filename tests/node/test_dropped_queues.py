@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.contract.harness import PATIENCE
-from turnlane.errors import NoSuchQueue, StorageFailed
+from turnlane.errors import DirectoryLocked, NoSuchQueue, StorageFailed
 from turnlane.node.node import Node
+from turnlane.storage.directory import lock_directory
+from turnlane.storage.disk_io import Disk
 from turnlane.testing import FaultyDisk
 
 
@@ -112,3 +114,79 @@ def test_drop_of_a_memory_queue_keeps_a_directory_of_its_name(tmp_path: Path) ->
         node.drop("orders")
     with Node(tmp_path, {"orders": {}}) as node:
         assert node.queue("orders").end == 1
+
+
+def make_unreadable_queue(data: Path) -> dict[str, bytes]:
+    """Make a node with a queue that it cannot open; return the files of the queue."""
+    with Node(data) as node:
+        fill(node)
+    path = data / "queues" / "orders"
+    (path / "queue.json").write_text('{"format": 99}')
+    return read_files(path)
+
+
+def read_files(path: Path) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in path.iterdir() if each.is_file()}
+
+
+def test_dropped_queue_that_cannot_be_opened_is_kept_in_quarantine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = make_unreadable_queue(tmp_path)
+    with Node(tmp_path) as node:
+        with pytest.raises(StorageFailed, match="or drop the queue"):
+            node.create("orders")
+        node.drop("orders")
+        with pytest.raises(NoSuchQueue):
+            node.drop("orders")
+        assert node.create("orders").end == 0
+    assert read_files(tmp_path / "quarantine" / "orders") == files
+    caplog.clear()
+    with Node(tmp_path) as node:
+        assert set(node.queues()) == {"orders"}
+    assert "ERROR" not in {each.levelname for each in caplog.records}
+
+
+def test_dropped_queue_that_is_a_file_is_kept_in_quarantine(tmp_path: Path) -> None:
+    make_unreadable_queue(tmp_path)
+    path = tmp_path / "queues" / "orders"
+    path.rename(tmp_path / "away")
+    path.write_bytes(b"no directory")
+    with Node(tmp_path) as node:
+        node.drop("orders")
+    assert (tmp_path / "quarantine" / "orders").read_bytes() == b"no directory"
+    with Node(tmp_path) as node:
+        assert not node.queues()
+
+
+@pytest.mark.parametrize(
+    ("op", "match"), [("rename", "orders"), ("write", "queues.json")], ids=["move", "registry"]
+)
+def test_drop_of_a_queue_that_cannot_be_opened_can_be_repeated(
+    op: str, match: str, tmp_path: Path
+) -> None:
+    files = make_unreadable_queue(tmp_path)
+    disk = FaultyDisk()
+    with Node(tmp_path, disk=disk) as node:
+        disk.fail(op, match=match)
+        with pytest.raises(StorageFailed):
+            node.drop("orders")
+        with pytest.raises(StorageFailed, match="could not be opened"):
+            node.queue("orders")
+        node.drop("orders")
+    assert read_files(tmp_path / "quarantine" / "orders") == files
+    with Node(tmp_path) as node:
+        assert not node.queues()
+
+
+def test_queue_that_a_tool_has_locked_is_not_moved(tmp_path: Path) -> None:
+    make_unreadable_queue(tmp_path)
+    path, disk = tmp_path / "queues" / "orders", Disk()
+    with Node(tmp_path) as node:
+        lock = lock_directory(path, disk)
+        with pytest.raises(DirectoryLocked):
+            node.drop("orders")
+        assert path.exists()
+        disk.close(lock)
+        node.drop("orders")
+    assert not path.exists()

@@ -256,5 +256,39 @@ def test_plan_is_checked_once_while_the_earlier_plan_runs(
     assert running == [[], [LaneState.RUNNING] * 2]
 
 
+def test_queue_that_cannot_be_opened_stops_only_the_lanes_that_need_it(
+    runner: PipelineRunner, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    with serving(data, {"main": {}}) as node:
+        node.node.create_for_action("held")
+        node.node.create_for_action("more")
+    queue = data / "queues" / "held"
+    queue.rename(tmp_path / "away")
+    queue.write_bytes(b"no directory")
+    with serving(data, {"main": {}}) as node:
+        node.publish("main", numbers(0, 10))
+        runner.start(plan(node, tmp_path, "held", "more"))
+
+        def get_states() -> dict[str, str]:
+            return {each.name: str(each.state) for each in runner.status()}
+
+        expected = {"main": "waiting", "held": "waiting", "more": "running"}
+        wait_until(lambda: get_states() == expected, "the lane of the other queue", PATIENCE)
+        reasons = {each.name: each.reason or "" for each in runner.status()}
+        assert "queue 'held' could not be opened" in reasons["main"]
+        assert reasons["main"] == reasons["held"]
+        for query in runner._spark.streams.active:
+            query.stop()
+        wait_until(lambda: runner.status()[2].restarts == 1, "the restart of a lane", PATIENCE)
+        wait_until(lambda: get_states()["more"] == "running", "the lane again", PATIENCE)
+
+        node.node.drop("held")
+        wait_until(lambda: node.queue("main").low == 10, "all lanes", PATIENCE)
+        assert node.values("held") == node.values("more") == numbers(0, 10)
+        runner.stop()
+    assert (data / "quarantine" / "held").read_bytes() == b"no directory"
+
+
 def _all_run(runner: PipelineRunner) -> bool:
     return all(status.state is LaneState.RUNNING for status in runner.status())

@@ -49,7 +49,7 @@ from turnlane.queues.buffered import BufferedQueue
 from turnlane.queues.settings import ON_DISK, Kind, QueueSettings
 from turnlane.runtime import Closeable, PeriodicThread
 from turnlane.serving.body_budget import BodyBudget
-from turnlane.storage.directory import Quarantine, QueueDirectory, lock_directory
+from turnlane.storage.directory import LOCK_FILE, Quarantine, QueueDirectory, lock_directory
 from turnlane.storage.disk_io import Disk, get_file_mode, share_with_group
 from turnlane.storage.inspection import QueueInspection
 from turnlane.storage.walk import IntactFrame, SegmentWalk
@@ -392,7 +392,10 @@ class Node(Closeable):
         """
         queue = self._queues.get(name)
         if queue is None and name in self._unopened:
-            raise StorageFailed(f"queue {name!r} could not be opened: {self._unopened[name][1]}")
+            raise StorageFailed(
+                f"queue {name!r} could not be opened: {self._unopened[name][1]}; correct this and "
+                "restart the node, or drop the queue"
+            )
         if queue is None:
             known = ", ".join(sorted(self._queues)) or "none"
             raise NoSuchQueue(f"there is no queue {name!r}; there are: {known}")
@@ -406,7 +409,8 @@ class Node(Closeable):
     def create(self, name: str, **knobs: Any) -> BufferedQueue:
         """Create a queue that survives a restart, or return the one with the same settings.
 
-        Raises ``QueueExists``, ``ConfigError``, ``StorageFailed``.
+        Raises ``QueueExists``, ``ConfigError``, ``StorageFailed``: also for a queue that could not
+        be opened when the node started.
         """
         return self._create(name, knobs, by_pipeline=False)
 
@@ -418,7 +422,7 @@ class Node(Closeable):
         settings = self._build_settings(name, knobs)
         away = None
         with self._lock:
-            queue = self._queues.get(name)
+            queue = self.queue(name) if name in self._unopened else self._queues.get(name)
             if queue is not None and queue.settings != settings:
                 raise QueueExists(f"queue {name!r} exists with other settings")
             if queue is None:
@@ -438,10 +442,14 @@ class Node(Closeable):
     def drop(self, name: str) -> None:
         """Close a queue that was created at run time, and delete it with all its events.
 
-        A commit that is in progress continues without it. Raises ``NoSuchQueue``, ``ConfigError``,
-        ``StorageFailed``.
+        A commit that is in progress continues without it. The directory of a queue that could not
+        be opened is moved to ``quarantine/`` instead. Raises ``NoSuchQueue``, ``ConfigError``,
+        ``StorageFailed``, and ``DirectoryLocked`` if a tool works on such a directory.
         """
         with self._lock:
+            if name in self._unopened:
+                self._drop_unopened(name)
+                return
             queue = self.queue(name)
             if name in self._configured:
                 raise ConfigError("queues", f"{name!r} is in the configuration: remove it there")
@@ -459,6 +467,29 @@ class Node(Closeable):
             away = self._dropped.set_aside(name)
         if away is not None:
             delete_dropped_queue(away)  # without the lock: this can take long
+
+    def _drop_unopened(self, name: str) -> None:
+        """Keep the directory in ``quarantine/``, then forget the queue.
+
+        In this order: if the process ends in between, the next start finds an empty queue.
+        """
+        knobs, _ = kept = self._unopened[name]
+        path = self.data / "queues" / name
+        with contextlib.ExitStack() as locked:
+            try:
+                if (path / LOCK_FILE).exists():
+                    locked.callback(self._disk.close, lock_directory(path, self._disk))
+                if knobs.get("kind", Kind.DISK) in ON_DISK and os.path.lexists(path):
+                    Quarantine(self.data, self._disk).move(path)
+            except OSError as error:
+                message = f"cannot move {path} to quarantine/: {error.strerror or error}"
+                raise StorageFailed(f"{message}; move it out of queues/ yourself") from error
+        del self._unopened[name]
+        try:
+            self._write_registry()
+        except StorageFailed:
+            self._unopened[name] = kept
+            raise
 
     def stage(
         self, name: str, schema: pa.Schema, spare: int = 0, *, diskless: bool = False
@@ -520,7 +551,7 @@ class Node(Closeable):
             queue=name,
             path=self.data / "queues" / name,
             error=error,
-            hint="the node runs without it; correct this or move the directory away, and restart",
+            hint="the node runs without it; correct this and restart, or drop the queue",
         )
 
     def _read_registry(self) -> dict[str, dict[str, Any]]:

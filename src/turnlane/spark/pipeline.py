@@ -40,7 +40,14 @@ from pyspark.sql.types import BinaryType, StructField, StructType
 
 from turnlane.client.node_client import RemoteNode
 from turnlane.delivery.settings import GROUP_OFFSETS, PAYLOAD, ROUTES
-from turnlane.errors import QueueExists, RetryLater, TurnlaneError
+from turnlane.errors import (
+    DirectoryUnusable,
+    NotAQueue,
+    QueueExists,
+    RetryLater,
+    StorageFailed,
+    TurnlaneError,
+)
 from turnlane.logs import get_logger
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import (
@@ -140,7 +147,7 @@ class Pipeline:
 
     ``access`` are the options by which ``format("turnlane")`` reaches the nodes: the endpoint, and
     token and TLS if needed. ``prepare`` is called before a lane starts or restarts: a node that was
-    away may lack queues that the lane needs.
+    away may lack queues that the lane needs. It returns the queues that no lane can use, and why.
     """
 
     def __init__(
@@ -149,7 +156,7 @@ class Pipeline:
         access: Mapping[str, str],
         spark: SparkSession,
         checkpoints: Path,
-        prepare: Callable[[], None] = lambda: None,
+        prepare: Callable[[], Mapping[str, str]] = dict,
         *,
         running: RunningLanes | None = None,
     ) -> None:
@@ -192,12 +199,18 @@ class Pipeline:
         """Return the states of the lanes."""
         return self._running.status()
 
-    def _start_alone(self, start: StartQuery) -> StartQuery:
-        """Return a function that starts a query while no other lane starts one."""
+    def _start_alone(self, start: StartQuery, queues: Sequence[str]) -> StartQuery:
+        """Return a function that starts a query while no other lane starts one.
+
+        It raises ``StorageFailed`` if one of ``queues``, which the query needs, cannot be used.
+        """
 
         def start_query(run: str) -> StreamingQuery:
             with self._start_lock:
-                self._prepare()
+                unusable = self._prepare()
+                for name in queues:
+                    if name in unusable:
+                        raise StorageFailed(unusable[name])
                 # Makes the session active in this thread: Spark looks for data sources written in
                 # Python only in the active session.
                 self._spark.createDataFrame([], "nothing string")
@@ -221,7 +234,7 @@ class Pipeline:
         full_queues = FullQueuePoller(self._nodes, self._list_queues())
         blocked = BlockedReason(self._breakers, list_required_paths(steps), full_queues)
         watch = self._watch(MAIN, self._settings.lane, steps)
-        start = self._start_alone(self._start_main)
+        start = self._start_alone(self._start_main, [MAIN, *self._list_queues()])
         isolation = self._isolate_in_main()
         return Lane(
             MAIN,
@@ -338,8 +351,9 @@ class Pipeline:
         is_stateful = action.name in self._stateful_actions
         shape = choose_action_shape(action, is_stateful=is_stateful)
         checkpoints = Checkpoints(self._checkpoints, action.name)
+        queues = [action.name, *action.with_queues]
         if not shape.has_checkpoint:
-            start = self._start_alone(partial(self._start_delivering, action, shape))
+            start = self._start_alone(partial(self._start_delivering, action, shape), queues)
             steps = [build_lane_step(action)]
             blocked = BlockedReason(self._breakers, list_required_paths(steps))
             watch = self._watch(action.name, action.lane, steps)
@@ -368,7 +382,7 @@ class Pipeline:
 
         start = partial(self._start_with_checkpoint, action, shape, checkpoints)
         watch = self._watch(action.name, action.lane, has_checkpoint=True)
-        start = self._start_alone(start)
+        start = self._start_alone(start, queues)
         isolation = self._isolate_in_action(action)
         return Lane(
             action.name,
@@ -378,7 +392,7 @@ class Pipeline:
             isolation=isolation,
             on_poll=None if idle is None else idle.check,
             settings=self._get_lane_settings(action),
-            queues=[action.name, *action.with_queues],
+            queues=queues,
         )
 
     def _create_idle_watermark(self, action: ActionSettings) -> IdleWatermark | None:
@@ -745,10 +759,9 @@ class PipelineRunner:
             self._is_complete = True
             return [lane.name for lane in lanes if lane.name not in unchanged]
 
-    def _create_missing_queues(self) -> None:
+    def _create_missing_queues(self) -> Mapping[str, str]:
         """Create the queues of the newest plan, which may be newer than a lane that starts."""
-        if self._plan is not None:
-            create_missing_queues(self._plan)
+        return {} if self._plan is None else create_missing_queues(self._plan)
 
     def stop(self, timeout: float = STOP_SECONDS) -> list[str]:
         """Stop all lanes; returns the lanes that have not ended in time.
@@ -785,19 +798,22 @@ class PipelineRunner:
                 yield each
 
 
-def create_missing_queues(plan: PipelinePlan) -> None:
+def create_missing_queues(plan: PipelinePlan) -> dict[str, str]:
     """Create the queues that are missing, on each node that answers.
 
-    Existing queues are not changed. Raises the errors of the nodes, and ``TransportDown`` if no
-    node answers.
+    Returns the queues that a node cannot create or open, and why: lanes that do not need them can
+    run. Existing queues are not changed. Raises other errors of the nodes, and ``TransportDown`` if
+    no node answers.
     """
     nodes = Nodes.from_options(WriteOptions.from_spark(plan.access))
     calls = {n: partial(_create_queues, nodes[n], plan.queues) for n in range(nodes.count)}
-    nodes.ask_all("queues", calls, CREATE_SECONDS)
+    answers = nodes.ask_all("queues", calls, CREATE_SECONDS)
+    return {name: why for unusable in answers.values() for name, why in unusable.items()}
 
 
-def _create_queues(node: RemoteNode, queues: Mapping[str, Mapping[str, Any]]) -> None:
+def _create_queues(node: RemoteNode, queues: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     existing = node.queues()
+    unusable: dict[str, str] = {}
     for name, knobs in queues.items():
         if name in existing:
             continue
@@ -807,8 +823,12 @@ def _create_queues(node: RemoteNode, queues: Mapping[str, Mapping[str, Any]]) ->
             QueueExists
         ):  # Another pipeline has created it just now, or this token does not see it.
             log.warning("queue.exists_with_other_settings", node=node.place, queue=name)
+        except (StorageFailed, DirectoryUnusable, NotAQueue) as error:
+            unusable[name] = str(error)
+            log.warning("queue.unusable", node=node.place, queue=name, error=error)
         else:
             log.info("queue.created", node=node.place, queue=name)
+    return unusable
 
 
 def list_queue_troubles(plan: PipelinePlan) -> list[str]:
