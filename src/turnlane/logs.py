@@ -27,7 +27,9 @@ import enum
 import json
 import logging
 import math
+import os
 import re
+import select
 import time
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -38,6 +40,10 @@ Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | 
 
 HINT: Final = "hint"
 """The field for a remark to people: what happens next, or what they can do. A line ends with it."""
+
+STDERR: Final = 2
+STDERR_SECONDS: Final = 5.0
+"""How long a line waits for room in stderr."""
 
 _CALLER: Final = 3
 """Stack levels between ``logging`` and the caller: ``EventLogger._log``, its public method."""
@@ -239,6 +245,24 @@ def _describe_exception(error: BaseException) -> str:
     """Return ``Type: message``, or the type alone if the exception has no message."""
     name, message = type(error).__name__, str(error).strip()
     return f"{name}: {message}" if message else name
+
+
+# ── output ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_to_stderr(line: bytes) -> None:
+    """Write a line, given without its end, to stderr. Raises ``OSError``.
+
+    Waits a short time if stderr is a pipe that is full and does not block. Safe on a thread that
+    still runs when Python exits.
+    """
+    rest = line + b"\n"
+    while rest:
+        try:
+            rest = rest[os.write(STDERR, rest) :]
+        except BlockingIOError:
+            if not select.select([], [STDERR], [], STDERR_SECONDS)[1]:
+                raise
 
 
 # ── text ─────────────────────────────────────────────────────────────────────────────────────────

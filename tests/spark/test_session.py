@@ -54,6 +54,46 @@ start_session(SparkSettings(master="local[1]", conf=conf))
     assert error
 
 
+PASS_ON = """
+import os, threading
+from turnlane.cli.console import pass_line_on
+from turnlane.spark.session import _pass_on
+read_end, write_end = os.pipe()
+thread = threading.Thread(target=_pass_on, args=(read_end, pass_line_on), daemon=True)
+thread.start()
+with os.fdopen(write_end, "wb") as java:
+    for number in range(2000):
+        java.write(b"%d " % number + b"x" * 1000 + b"\\n")
+thread.join()
+print("all lines are taken")
+"""
+
+
+def start_with_stderr(stderr: int) -> subprocess.Popen[bytes]:
+    """Start a process that passes 2 MB of lines on to this stderr, as for Java."""
+    command = [sys.executable, "-c", PASS_ON]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)
+    os.close(stderr)
+    return process
+
+
+def test_lines_of_java_are_taken_after_stderr_is_closed() -> None:
+    """Else a transform that prints fails for every event."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with start_with_stderr(write_end) as process:
+        assert process.communicate()[0] == b"all lines are taken\n"
+
+
+def test_lines_of_java_are_complete_in_a_pipe_that_does_not_block() -> None:
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    with start_with_stderr(write_end) as process, os.fdopen(read_end, "rb") as stderr:
+        lines = stderr.read().splitlines()
+        assert process.communicate()[0] == b"all lines are taken\n"
+    assert lines == [b"%d " % number + b"x" * 1000 for number in range(2000)]
+
+
 def test_users_java_options_follow_the_defaults(tmp_path: Path) -> None:
     """So they take precedence, and Spark still shows only the user's options."""
     program = """

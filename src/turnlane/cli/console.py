@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, ParamSpec
 import typer
 
 from turnlane.errors import Bug, ConfigError, RetryLater, TurnlaneError
-from turnlane.logs import JsonLineFormatter, TerminalFormatter
+from turnlane.logs import JsonLineFormatter, TerminalFormatter, write_to_stderr
 from turnlane.units import parse_duration
 
 if TYPE_CHECKING:
@@ -195,13 +195,13 @@ def warn(text: str, level: int = logging.INFO, prefix: str = "turnlane: ") -> No
 def pass_line_on(line: bytes) -> None:
     """Write a line of another process to stderr; if the log is JSON and the line is not, in JSON.
 
-    Safe on a thread that still runs when Python exits.
+    Safe on a thread that still runs when Python exits. Raises ``OSError``.
     """
     if _json_messages is not None and not line.startswith(b"{"):
         text = line.decode(errors="replace").rstrip()
         record = logging.LogRecord("spark.stderr", logging.WARNING, __file__, 0, text, None, None)
         line = _json_messages.format(record).encode()
-    os.write(2, line + b"\n")
+    write_to_stderr(line)
 
 
 def say_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], *, elastic: str) -> None:

@@ -27,7 +27,7 @@ from pyspark.logger import PySparkLogger
 from pyspark.sql import SparkSession
 
 from turnlane.errors import Never
-from turnlane.logs import get_logger
+from turnlane.logs import get_logger, write_to_stderr
 from turnlane.memory import find_system_limit
 from turnlane.pipeline.settings import DRIVER_MEMORY, SparkSettings
 from turnlane.runtime import create_scratch_directory, start_thread
@@ -119,11 +119,6 @@ class JavaMissing(Never):
 
 WriteLine = Callable[[bytes], None]
 """Writes a line, given without its end. It must not block for long: Java would wait with it."""
-
-
-def write_to_stderr(line: bytes) -> None:
-    """Write a line to stderr. Safe on a thread that still runs when Python exits."""
-    os.write(2, line + b"\n")
 
 
 def find_java() -> Path:
@@ -240,11 +235,16 @@ def _start_java(master: str, conf: Mapping[str, str], write_line: WriteLine) -> 
 
 
 def _pass_on(read_end: int, write_line: WriteLine) -> None:
-    """Pass the lines of a pipe on until its other end is closed, except for Java's warning."""
+    """Pass the lines of a pipe on until its other end is closed, except for Java's warning.
+
+    A line that cannot be written is lost. The pipe stays open: without a reader, every later line
+    of Java, and every ``print`` of a transform, would fail.
+    """
     with os.fdopen(read_end, "rb") as lines:
         for line in lines:
             if line.strip() != INCUBATOR_WARNING:
-                write_line(line.rstrip(b"\n"))
+                with suppress(OSError):  # a log line about it would fail as well
+                    write_line(line.rstrip(b"\n"))
 
 
 def use_installed_pyspark() -> None:
