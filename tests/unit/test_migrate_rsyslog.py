@@ -423,6 +423,8 @@ EXPRESSIONS = [
     "$hostname == 'web-1' and ($syslogseverity >= 4)",
     "$msg contains 'it\\'s'",
     "$procid == '42'",
+    "$syslogseverity <= 003 and $syslogfacility == 012",
+    "$syslogfacility == 0x0a or $syslogseverity == 0",
 ]
 PROPERTY_FILTERS = [
     ':msg, contains, "two"',
@@ -491,6 +493,15 @@ def test_converted_filters_take_the_messages_that_rsyslogd_takes(tmp_path: Path)
     assert any(taken), "rsyslogd wrote something"
 
 
+@pytest.mark.parametrize(
+    ("number", "value"), [("0", 0), ("007", 7), ("010", 8), ("0x0A", 10), ("9", 9)]
+)
+def test_number_with_a_leading_zero_is_octal(number: str, value: int) -> None:
+    (statement,) = parse_statements(f"if $syslogfacility == {number} then stop\n")
+    assert isinstance(statement, Condition)
+    assert convert_condition(statement) == f"facility = {value}"
+
+
 @pytest.mark.parametrize("text", ["x.err", "*.foo", "mail", "12.err", "*.=*", "a;b.err", "*.!err"])
 def test_selector_that_is_unknown_is_not_converted(text: str) -> None:
     with pytest.raises(Unconvertible):
@@ -510,6 +521,8 @@ def test_selector_that_is_unknown_is_not_converted(text: str) -> None:
         "$syslogseverity-text == 'error'",
         "$msg contains 'x' + 'y'",
         "$msg",
+        "$syslogseverity <= 08",
+        f"$syslogseverity <= 0x{'f' * 4000}",
         "1",
         "",
     ],

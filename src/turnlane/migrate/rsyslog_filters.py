@@ -309,6 +309,10 @@ class _Expression:
 def _get_text(token: Token) -> str:
     if token.kind == "text":
         return unescape(token.text[1:-1])
-    return (
-        token.text if token.text.isdecimal() and token.text[:1] != "0" else str(int(token.text, 0))
-    )
+    if not token.text.startswith("0"):
+        return token.text
+    try:
+        return str(int(token.text, 16 if "x" in token.text.lower() else 8))
+    except ValueError:
+        why = "a number that begins with 0 is octal, or begins with 0x and is hexadecimal"
+        raise Unconvertible(f"{token.text[:20]} is no number: {why}") from None
