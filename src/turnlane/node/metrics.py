@@ -201,12 +201,11 @@ class InputCounters(Protocol):
     invalid: int
     dropped: int
     connections: int
-
-
-class ReasonedCounters(InputCounters, Protocol):
-    """The same counters, with the reasons of invalid messages."""
-
     invalid_reasons: Counter[str]
+
+
+_SUMMED_COUNTERS: Final = ("events", "bytes", "refused", "invalid", "dropped", "connections")
+"""The counters of inputs with the same label that are added up."""
 
 
 class LabelledSettings(Protocol):
@@ -222,7 +221,7 @@ class CountedInput(Protocol):
     @property
     def settings(self) -> LabelledSettings: ...
     @property
-    def counters(self) -> ReasonedCounters: ...
+    def counters(self) -> InputCounters: ...
 
 
 _QUEUE_GAUGES: Final[MetricTable[Stats]] = {
@@ -344,7 +343,7 @@ class NodeCollector(Collector):
         for each in self._inputs:
             label = each.settings.label
             total = totals.setdefault(label, Counter())
-            for name in InputCounters.__annotations__:
+            for name in _SUMMED_COUNTERS:
                 total[name] += getattr(each.counters, name)
             for reason, count in dict(each.counters.invalid_reasons).items():
                 reasons[label, reason] += count
