@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import shutil
 from collections.abc import Mapping
 from multiprocessing.context import ForkServerContext
@@ -77,6 +78,21 @@ class TestStart:
             assert ".commit" in list_record_suffixes(node)
             disk.unfill()
             wait_until_complete(node)
+            check_complete(node)
+
+    def test_commit_with_a_damaged_epoch_waits_and_is_applied_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        interrupt(tmp_path)
+        damaged = tmp_path / "commits" / (hashlib.sha256(b"w").hexdigest()[:32] + ".writer")
+        damaged.write_bytes(bytes(40))
+        with Node(tmp_path, QUEUES) as node:
+            wait_until(lambda: "commit.delayed error" in caplog.text, "the damaged file")
+            assert list_record_suffixes(node) == [".commit", ".writer"]
+            damaged.unlink()
+            wait_until_complete(node)
+            again = Commit([stage_block(node, "a", build_block(b"a", 20))], (), "w", 1)
+            assert not node.commits.commit(again)
             check_complete(node)
 
     @pytest.mark.parametrize(("op", "match"), [("sync", ".writer"), ("write", ".writer")])

@@ -131,6 +131,46 @@ class TestRepeats:
             assert node.commits.commit(Commit([stage], [SettleRange("main", 3, 3)]))
             assert node.queue("all").end == 5
 
+    @pytest.mark.parametrize(
+        "damage",
+        [b"", b"{", b"[]", b"7", b"\xa5" * 40, b'{"writer": "query", "epoch": "7"}', b"[" * 10**5,
+         b'{"writer": "query"}', b'{"writer": "other", "epoch": 7}'],
+    )  # fmt: skip
+    def test_damaged_epoch_refuses_the_writer_until_the_file_is_restored(
+        self, node: Node, damage: bytes
+    ) -> None:
+        with node:
+            assert node.commits.commit(
+                Commit([stage_block(node, "all", build_block(5))], writer="query", epoch=7)
+            )
+            (path,) = (node.data / "commits").glob("*.writer")
+            intact = path.read_bytes()
+            path.write_bytes(damage)
+            commit = Commit([stage_block(node, "all", build_block(5))], writer="query", epoch=7)
+            with pytest.raises(StorageFailed, match=f"{path.name}: .* restore the file"):
+                node.commits.commit(commit)
+            other = Commit([stage_block(node, "all", build_block(1))], writer="other", epoch=1)
+            assert node.commits.commit(other)
+            path.write_bytes(intact)
+            assert not node.commits.commit(commit)
+            assert node.queue("all").end == 6
+
+    def test_no_flipped_bit_changes_an_epoch(self, node: Node) -> None:
+        with node:
+            node.commits.commit(
+                Commit([stage_block(node, "all", build_block(5))], writer="query", epoch=17)
+            )
+            (path,) = (node.data / "commits").glob("*.writer")
+            intact = path.read_bytes()
+            for bit in range(len(intact) * 8):
+                flipped = bytearray(intact)
+                flipped[bit // 8] ^= 1 << bit % 8
+                path.write_bytes(flipped)
+                with contextlib.suppress(StorageFailed):
+                    assert node.commits.get_epoch("query") == 17
+            path.write_bytes(b'{"writer": "query", "epoch": 17}')  # of an older version
+            assert node.commits.get_epoch("query") == 17
+
     def test_repeated_epoch_changes_nothing_even_after_a_restart(self, tmp_path: Path) -> None:
         with open_node(tmp_path) as node:
             assert node.commits.get_epoch("query") is None

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
+import google_crc32c
+
 from turnlane.errors import StorageFailed
 from turnlane.ledger import Outcome
 from turnlane.logs import get_logger
@@ -279,6 +281,23 @@ def _parse_number(path: Path) -> int:
     return int(path.stem) if path.stem.isdecimal() else 0
 
 
+def _encode_epoch(writer: str, epoch: int) -> bytes:
+    values: dict[str, object] = {"writer": writer, "epoch": epoch}
+    checksum = google_crc32c.value(json.dumps(values).encode())
+    return json.dumps({**values, "crc": f"{checksum:08x}"}).encode()
+
+
+def _decode_epoch(data: bytes, writer: str) -> int:
+    """Return the epoch. Raises ``ValueError`` and others if the file is damaged."""
+    values = json.loads(data)
+    epoch: int = values["epoch"]
+    # Files of older versions have no checksum.
+    expected = _encode_epoch(writer, epoch) if "crc" in values else None
+    if type(epoch) is not int or values["writer"] != writer or expected not in (None, data):
+        raise ValueError("the content is damaged")
+    return epoch
+
+
 class WriterEpochs:
     """The last epoch that each writer has committed, one small file for each writer.
 
@@ -291,21 +310,32 @@ class WriterEpochs:
         self._count = len(self._list_files())
 
     def get_epoch(self, writer: str) -> int | None:
-        """Return the last epoch that a writer has committed, ``None`` if there is none."""
+        """Return the last epoch that a writer has committed, ``None`` if there is none.
+
+        Raises ``StorageFailed`` if the file is damaged. Without the epoch, a batch that the writer
+        repeats would be committed twice, so the writer has to wait until a person decides.
+        """
+        path = self._get_path(writer)
         try:
-            values = json.loads(self._get_path(writer).read_bytes())
+            return _decode_epoch(path.read_bytes(), writer)
         except FileNotFoundError:
             return None
-        epoch: int = values["epoch"]
-        return epoch
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise StorageFailed(
+                f"{path}: cannot read the last epoch of the writer {writer!r}, "
+                f"{type(error).__name__}: {error}; restore the file, or delete it if the writer "
+                "will not repeat a batch that is in the queue"
+            ) from error
 
     def record(self, writer: str, epoch: int) -> None:
-        """Store the epoch that a writer has committed, if it is the highest. ``OSError``."""
+        """Store the epoch that a writer has committed, if it is the highest.
+
+        Raises ``OSError``, and ``StorageFailed`` as :meth:`get_epoch`.
+        """
         known = self.get_epoch(writer)
         if known is not None and known >= epoch:
             return  # for example a commit of an earlier process whose record was not removed
-        values = json.dumps({"writer": writer, "epoch": epoch})
-        self._disk.write_whole(self._get_path(writer), values.encode())
+        self._disk.write_whole(self._get_path(writer), _encode_epoch(writer, epoch))
         self._count += known is None
         if self._count > MAX_WRITERS:
             # Forget the oldest tenth, so that not every new writer causes a search.
