@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from tests.contract.harness import wait_until
 from tests.spark.nodes import Served, numbers, serving
 from turnlane.cli.supervise import format_lane_status
+from turnlane.client.node_client import Credentials
+from turnlane.errors import NoSuchQueue
 from turnlane.formats.parse_settings import ParseSettings
 from turnlane.outputs.file import FileOutputSettings
 from turnlane.outputs.spark import SparkSinkSettings
 from turnlane.pipeline.settings import ActionSettings, LaneSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
-from turnlane.spark.isolation import SAMPLES, Events, EventSpan, find_bad_events
+from turnlane.spark.isolation import (
+    OFFSETS_SHOWN,
+    SAMPLES,
+    CodeStep,
+    EventIsolation,
+    Events,
+    EventSpan,
+    SearchEnded,
+    find_bad_events,
+)
 from turnlane.spark.lane import LaneStatus
+from turnlane.spark.nodes import Nodes
 from turnlane.spark.pipeline import Pipeline
 from turnlane.spark.session import override_settings
+from turnlane.spark.steps import LaneStep
 
 PATIENCE = 180.0
 QUEUES = ("main", "main.dead", "out", "out.dead")
@@ -166,6 +180,138 @@ def test_search_ends_in_time_with_what_it_has_found() -> None:
         [EventSpan("main", 0, 0, 1000)], make_try(bad, []), lambda: float(next(clock))
     )
     assert 0 < len(found.bad) < len(bad)
+
+
+def test_search_gives_up_no_good_event_if_one_trial_fails_by_chance() -> None:
+    for failing in range(1, 30):
+        tried: list[int] = []
+        try_bad = make_try({3}, tried)
+
+        def try_events(events: Events, failing: int = failing, tried: list[int] = tried) -> Any:
+            error = try_bad(events)  # noqa: B023 - called in this round only
+            return "a worker was killed" if len(tried) == failing else error
+
+        try:
+            found = find_bad_events([EventSpan("main", 0, 0, 16)], try_events)
+        except SearchEnded:
+            continue
+        assert [each.first for each, _ in found.bad] == [3], failing
+
+
+def test_search_gives_up_no_event_if_those_that_passed_fail_at_the_end() -> None:
+    tried: list[int] = []
+    try_bad = make_try({900}, tried)
+    errors: list[str | None] = []
+
+    def try_events(events: Events) -> str | None:
+        errors.append("Spark has stopped" if None in errors else try_bad(events))
+        return errors[-1]
+
+    with pytest.raises(SearchEnded, match="Spark has stopped"):
+        find_bad_events([EventSpan("main", 0, 0, 1000)], try_events)
+
+
+# ── the search with Spark, without lanes ──
+
+
+class MadeCode:
+    """A lane's code of two steps; the first one fails at some events."""
+
+    def __init__(self, spark: SparkSession, node: Served, *bad: EventSpan) -> None:
+        self._spark = spark
+        self._bad = bad
+        self.named: list[EventSpan] = []
+        """The events whose failing step was looked for."""
+        self.on_named: Callable[[], None] = lambda: None
+        steps = [CodeStep("the first step", self._name), CodeStep("the lane", self._apply)]
+        letters = LaneStep(action="main", source_queue="main", dead_letters="main.dead")
+        nodes = Nodes(node.url, Credentials())
+        self.isolation = EventIsolation(nodes, ["main", "more"], steps, letters, 1000)
+
+    def _name(self, events: Events) -> DataFrame:
+        self.named += events
+        self.on_named()
+        return self._apply(events)
+
+    def _apply(self, events: Events) -> DataFrame:
+        fails = any(
+            bad.queue == each.queue and each.first <= bad.first < each.end
+            for bad in self._bad
+            for each in events
+        )
+        return self._spark.range(1).selectExpr("raise_error('a bad value')" if fails else "id")
+
+
+def test_step_is_looked_for_at_the_first_bad_events_only(spark: SparkSession, node: Served) -> None:
+    node.node.create("more")
+    node.publish("main", numbers(0, 10))
+    bad = [EventSpan("main", 0, at, at + 1) for at in range(1, 9)]
+    code = MadeCode(spark, node, *bad)
+    assert code.isolation.isolate(lambda: False).dead == 8
+    assert code.named == bad[:OFFSETS_SHOWN]
+    errors = [each[3] for each in read_letters(node, "main.dead")]
+    assert [each.partition(":")[0] for each in errors] == (
+        ["the first step"] * OFFSETS_SHOWN + ["the lane's code"] * 3
+    )
+    assert all("a bad value" in each for each in errors)
+    assert_adds_up(node)
+
+
+def test_dead_letters_of_a_queue_are_logged_if_the_next_commit_fails(
+    spark: SparkSession, node: Served, caplog: Caplog
+) -> None:
+    node.node.create("more")
+    node.publish("main", numbers(0, 4))
+    node.publish("more", numbers(0, 4))
+    code = MadeCode(spark, node, EventSpan("main", 0, 1, 2), EventSpan("more", 0, 2, 3))
+
+    def drop_at_the_second() -> None:
+        if len(code.named) == 2:
+            node.node.drop("more")
+
+    code.on_named = drop_at_the_second
+    with pytest.raises(NoSuchQueue, match="more"):
+        code.isolation.isolate(lambda: False)
+    assert node.values("main.dead") == [b"1"]
+    (line,) = [each for each in caplog.messages if each.startswith("lane.events_dead")]
+    assert 'events=1 offsets="main 1"' in line
+
+
+STOPPED_SPARK = """
+import sys
+from pathlib import Path
+from tests.spark.nodes import numbers, serving
+from turnlane.client.node_client import Credentials
+from turnlane.pipeline.settings import SparkSettings
+from turnlane.spark.isolation import CodeStep, EventIsolation, SearchEnded
+from turnlane.spark.nodes import Nodes
+from turnlane.spark.session import open_session
+from turnlane.spark.steps import LaneStep
+
+spark = open_session(SparkSettings(master="local[1]", app_name="stopped"))
+
+def stop_and_build(events):
+    spark.sparkContext._jsc.sc().stop()
+    return spark.range(1)
+
+with serving(Path(sys.argv[1]), {"main": {}, "main.dead": {}}) as node:
+    node.publish("main", numbers(0, 10))
+    letters = LaneStep(action="main", source_queue="main", dead_letters="main.dead")
+    nodes, steps = Nodes(node.url, Credentials()), [CodeStep("the lane", stop_and_build)]
+    try:
+        print(EventIsolation(nodes, ["main"], steps, letters, 100).isolate(lambda: False))
+    except SearchEnded as error:
+        print("ended:", error)
+spark.stop()
+"""
+
+
+def test_stopped_spark_is_no_fault_of_the_code(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", STOPPED_SPARK, str(tmp_path / "data")]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ended: "), done.stdout
+    assert "stopped SparkContext" in done.stdout
 
 
 # ── lanes ──

@@ -7,8 +7,9 @@ the events that fail until each bad event stands alone, and commits these as dea
 commit of a node stages the letters and settles the events, so a kill changes nothing: either the
 event is a dead letter, or it still waits.
 
-An event is given up only if it fails alone while others pass. If none passes, the code is at fault:
-the lane is suspended, nothing is given up, and it tries again later.
+An event is given up only if it fails alone, twice, and others pass before and after that: a killed
+worker or a lack of memory fails good events too. If none passes, the code is at fault: the lane
+is suspended, nothing is given up, and it tries again later.
 
 This also works for a lane with a checkpoint, although Spark repeats its batch with the same
 offsets: the lane's reader leaves out settled events, so the batch comes again without the bad
@@ -29,6 +30,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import pyarrow as pa
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # has none
+from pyspark import SparkContext
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 
@@ -49,6 +51,8 @@ SAMPLES: Final = 20
 """If so many events have failed and none has passed, so many others are tried before the code is
 at fault."""
 OFFSETS_SHOWN: Final = 5
+"""The most bad events that a log line names, and whose first failing step is looked for."""
+UNKNOWN_STEP: Final = "the lane's code"
 
 
 class EventSpan(NamedTuple):
@@ -93,7 +97,7 @@ class Isolation(NamedTuple):
 
 
 class SearchEnded(RetryLater):
-    """A search was given up: the lane was stopped, or something else than the code fails."""
+    """A search was given up: the lane or Spark was stopped, or other things than the code fail."""
 
 
 # ── the search: no Spark in it ──
@@ -107,30 +111,33 @@ def find_bad_events(
     """Find the events that fail alone; ``try_events`` returns the error of some events.
 
     The oldest come first. The search ends early after ``SEARCH_SECONDS``, or if no event passes.
+    Raises ``SearchEnded`` if events that had passed fail at the end.
     """
     bad: list[tuple[EventSpan, str]] = []
-    has_passed = False
+    passed: Events = ()
     deadline = get_time() + SEARCH_SECONDS
 
+    def find_error(piece: Events) -> str | None:
+        nonlocal passed
+        error = try_events(piece)
+        if error is None:
+            passed = piece
+        return error
+
     def is_over() -> bool:
-        nonlocal has_passed
-        if has_passed or len(bad) != SAMPLES:
-            return bool(bad) and has_passed and get_time() > deadline
+        if passed or len(bad) != SAMPLES:
+            return bool(bad and passed) and get_time() > deadline
         rest = _take(events, _count(events) - len(bad), newest=True)
-        has_passed = any(try_events([each]) is None for each in _take_samples(rest))
-        return not has_passed
+        return all(find_error([each]) is not None for each in _take_samples(rest))
 
     def search(piece: Events, *, must_fail: bool = False) -> bool:
         """Search in some events; returns whether to continue with those after them."""
-        nonlocal has_passed
         count = _count(piece)
         # If one half passes, the other must fail: it is tried only if it is a single event.
-        error = "unknown" if must_fail and count > 1 else try_events(piece)
-        if error is None:
-            has_passed = True
-        elif count == 1:
+        error = "unknown" if must_fail and count > 1 else find_error(piece)
+        if error is not None and count == 1:
             bad.append((piece[0], error))
-        else:
+        elif error is not None:
             before = len(bad)
             if not search(_take(piece, count // 2, newest=False)):
                 return False
@@ -140,7 +147,19 @@ def find_bad_events(
 
     if events:
         search(events)
-    return SearchResult(bad, has_passed)
+    return SearchResult(_try_again(bad, passed, try_events) if passed else bad, bool(passed))
+
+
+def _try_again(
+    bad: list[tuple[EventSpan, str]], passed: Events, try_events: Callable[[Events], str | None]
+) -> list[tuple[EventSpan, str]]:
+    """Return the bad events that fail again. Raises ``SearchEnded`` if others fail now, too."""
+    tried = [(event, try_events([event])) for event, _ in bad]
+    again = [(event, error) for event, error in tried if error is not None]
+    error = try_events(passed) if again else None
+    if error is not None:
+        raise SearchEnded(f"events that passed fail now, so no event is given up: {error}")
+    return again
 
 
 def _count(events: Events) -> int:
@@ -192,7 +211,8 @@ class EventIsolation:
     def isolate(self, is_stopped: Callable[[], bool]) -> Isolation:
         """Search for bad events among those that wait, and give them up.
 
-        Raises ``RetryLater`` and other errors of nodes; then nothing has changed.
+        Raises ``RetryLater`` and other errors of nodes. Then the events of some queues may be dead
+        letters: each queue has a commit of its own, and the log names its events after it.
         """
         lane = self._letters.action
         waiting = self._find_waiting()
@@ -207,20 +227,22 @@ class EventIsolation:
             why = f"no event passes {step}: {error}; {_count(waiting):,} events wait"
             log.warning("lane.suspended", lane=lane, reason=why, offset=str(bad[0][0]))
             return Isolation(code_error=why)
-        reasons = [(span, *self._find_step(is_stopped, span, error)) for span, error in bad]
-        for queue, letters in groupby(sorted(reasons), key=lambda each: each[0].queue):
-            self._give_up(queue, list(letters))
-        _, step, error = reasons[0]
-        log.warning(
-            "lane.events_dead",
-            lane=lane,
-            events=len(bad),
-            offsets=", ".join(str(each) for each, _ in bad[:OFFSETS_SHOWN]),
-            queue=self._letters.dead_letters,
-            step=step,
-            reason=error,
-            hint=f"turnlane dlq show {lane} CONFIG",
-        )
+        shown, rest = bad[:OFFSETS_SHOWN], bad[OFFSETS_SHOWN:]
+        reasons = [(span, *self._find_step(is_stopped, span, error)) for span, error in shown]
+        reasons += [(span, UNKNOWN_STEP, error) for span, error in rest]
+        for queue, found in groupby(sorted(reasons), key=lambda each: each[0].queue):
+            letters = list(found)
+            self._give_up(queue, letters)
+            log.warning(
+                "lane.events_dead",
+                lane=lane,
+                events=len(letters),
+                offsets=", ".join(str(each) for each, _, _ in letters[:OFFSETS_SHOWN]),
+                queue=self._letters.dead_letters,
+                step=letters[0][1],
+                reason=letters[0][2],
+                hint=f"turnlane dlq show {lane} CONFIG",
+            )
         return Isolation(len(bad))
 
     def _find_waiting(self) -> list[EventSpan]:
@@ -241,7 +263,7 @@ class EventIsolation:
         try:
             step.build(events).write.format("noop").mode("overwrite").save()
         except (PySparkException, Py4JJavaError) as error:
-            if has_own_error(error) or is_stopped():
+            if has_own_error(error) or is_stopped() or _is_spark_stopped():
                 raise SearchEnded(describe_failure(error)) from error
             return describe_failure(error)
         return None
@@ -275,3 +297,9 @@ class EventIsolation:
                     letter = DeadLetter(row, only, STEP_FAILED, f"{name}: {error}", 1)
                     stages.add_dead_letters(step, letter, only, row)
             lane.commit(stages.finish(), {}, planned)
+
+
+def _is_spark_stopped() -> bool:
+    context = SparkContext._active_spark_context  # noqa: SLF001
+    jvm_context = None if context is None else context._jsc  # noqa: SLF001
+    return jvm_context is None or bool(jvm_context.sc().isStopped())
