@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import pyarrow as pa
 import pytest
 
 from tests.delivery.harness import (
@@ -62,6 +63,27 @@ def test_one_bad_event_is_found_with_few_sends_and_others_are_delivered() -> Non
     assert (letter.error, letter.text) == ("Never", "bad event")
     assert letter.attempts >= 1
     assert output.sends <= 2 * math.log2(1000)
+
+
+def test_counting_of_retries_copies_no_payload() -> None:
+    payloads = pa.array([bytes(1000)] * 20_000, pa.binary())
+    block = make_block(0, 20_000)
+    block = block.set_column(1, "payload", payloads)
+    settings = make_settings()
+    state = LocalDestinationState(settings)
+    state.report(SendReport(failed={"/0": [(0, 10)], "/1": [(0, 10)]}))
+    before = pa.default_memory_pool()
+    counted = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(counted)
+    try:
+        (result,) = deliver(FaultyOutput(), settings, [block], state)
+    finally:
+        pa.set_memory_pool(before)
+    assert result.delivered == 20_000
+    assert state.request_permit().failed == {"/1": [(0, 10)]}
+    peak = counted.max_memory()
+    assert peak is not None
+    assert peak < payloads.nbytes // 2
 
 
 def test_too_large_batches_are_halved_and_the_size_is_remembered() -> None:

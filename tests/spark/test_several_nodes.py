@@ -13,14 +13,18 @@ from pyspark.sql import DataFrame, SparkSession
 
 from tests.contract.harness import wait_until
 from tests.spark.nodes import Served, numbers, serving
+from turnlane.client.node_client import Credentials
+from turnlane.delivery.destination import SendPermit, SendReport
 from turnlane.errors import StorageFailed
 from turnlane.formats.parse_settings import ParseSettings
 from turnlane.key_hash import find_node
+from turnlane.ledger import Outcome
 from turnlane.outputs.file import FileOutputSettings
 from turnlane.pipeline.settings import ActionSettings, PipelineSettings
 from turnlane.queues.settings import QueueSettings
-from turnlane.spark.nodes import split_by_content
+from turnlane.spark.nodes import BreakerClient, Nodes, split_by_content
 from turnlane.spark.pipeline import PipelinePlan, PipelineRunner
+from turnlane.spark.steps import LaneStep
 
 PATIENCE = 180.0
 pytestmark = pytest.mark.timeout(600)
@@ -58,6 +62,31 @@ def runner(
 
     yield start
     runner.stop()
+
+
+def test_failed_events_that_are_settled_without_a_send_are_forgotten(
+    first: Served, tmp_path: Path
+) -> None:
+    step = LaneStep(action="send", source_queue="main")
+    with serving(tmp_path / "second", {"main": {}}) as second:
+        places = f"{first.url},{second.plane.address}"
+        breakers = BreakerClient(Nodes(places, Credentials()))
+        for served in (first, second):
+            served.publish("main", numbers(0, 10))
+        with breakers.open_destination("send", step, lambda: (0, 0)) as task:
+            failed = {"main/0": [(0, 5)], "main/1": [(2, 8)], "another/0": [(0, 2)]}
+            task.report(SendReport(failed=failed))
+        first.queue("main").settle(0, 6, Outcome.DEAD)
+        second.queue("main").settle(0, 4, Outcome.DEAD)
+        with breakers.open_destination("send", step, lambda: (0, 0)) as task:
+            left = {"main/1": [(4, 8)], "another/0": [(0, 2)]}
+            assert _get_spans(task.request_permit()) == left
+        destination = first.node.breakers.of("send").destination
+        assert _get_spans(destination.request_permit()) == left, "the node has forgotten them"
+
+
+def _get_spans(permit: SendPermit) -> dict[str, list[tuple[int, ...]]]:
+    return {source: [tuple(each) for each in spans] for source, spans in permit.failed.items()}
 
 
 def taken(place: Path) -> set[bytes]:

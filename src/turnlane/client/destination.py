@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from turnlane.client.node_client import RemoteNode
 from turnlane.delivery.breaker import AllowedSends, BreakerState
-from turnlane.delivery.destination import SendPermit, SendReport
+from turnlane.delivery.destination import FailedOffsets, SendPermit, SendReport, SpansBySource
 from turnlane.delivery.settings import DeliverySettings
 from turnlane.errors import RetryLater
 from turnlane.logs import get_logger
@@ -37,6 +37,9 @@ class RemoteDestinationState(Closeable):
 
     Calls raise the errors of the node. While it is open, the node counts the task as active, and
     its probe as in progress.
+
+    ``find_settled`` returns settled events. With it, the first permit has the node forget failed
+    events that were settled without a send: purged, or given up by a lane.
     """
 
     def __init__(
@@ -48,9 +51,11 @@ class RemoteDestinationState(Closeable):
         doing: Doing = lambda: (0, 0),
         *,
         workers: int = 0,
+        find_settled: Callable[[], SpansBySource] | None = None,
     ) -> None:
         self._node = node
         self._doing = doing
+        self._find_settled = find_settled
         self._who: Mapping[str, Any] = {
             "action": action,
             "queue": queue,
@@ -70,7 +75,15 @@ class RemoteDestinationState(Closeable):
         state, allowed = BreakerState(answer.pop("state")), AllowedSends(answer.pop("allowed"))
         permit = SendPermit(state, allowed, **answer)
         self._probe = permit.probe
-        return permit
+        if not permit.failed or self._find_settled is None:
+            return permit
+        failed = FailedOffsets(permit.failed)
+        settled = failed.find(self._find_settled())
+        self._find_settled = None
+        if settled:
+            failed.remove(settled)
+            self._say("report", report=asdict(SendReport(settled=settled)))
+        return replace(permit, failed=failed.get_spans())
 
     def report(self, report: SendReport) -> None:
         """Report the results of sends."""

@@ -33,6 +33,7 @@ from turnlane.key_hash import count_earlier_equals, hash_keys
 
 Sizes = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
 
 MAX_INFERRED: Final = 5
 """If at most this many rows were refused together, the last one left is not sent alone."""
@@ -325,16 +326,20 @@ def get_event_ref(block: Block) -> str | None:
     return f"{node}/{block.column(at)[0].as_py()}"
 
 
-def get_spans_by_source(block: Block) -> dict[str, list[Span]]:
-    """Return the offsets of the events by ``queue/partition``; nothing if there are no offsets."""
+def get_spans_by_source(block: Block, mask: Mask | None = None) -> dict[str, list[Span]]:
+    """Return the offsets of the events by ``queue/partition``; nothing if there are no offsets.
+
+    ``mask`` says which events; without it, all.
+    """
     names = block.schema.names
-    if "offset" not in names or not block.num_rows:
+    if "offset" not in names or not (block.num_rows if mask is None else mask.any()):
         return {}
+    chosen = slice(None) if mask is None else mask
     queue = block.column("queue")[0].as_py() if "queue" in names else ""
-    offsets = np.asarray(block.column("offset"))
+    offsets = np.asarray(block.column("offset"))[chosen]
     if "partition" not in names:
         return {f"{queue}/0": convert_to_spans(offsets)}
-    partitions = np.asarray(block.column("partition"))
+    partitions = np.asarray(block.column("partition"))[chosen]
     return {
         f"{queue}/{node}": convert_to_spans(offsets[partitions == node])
         for node in np.unique(partitions).tolist()

@@ -36,7 +36,6 @@ from functools import partial
 from typing import Final
 
 import numpy as np
-import pyarrow as pa
 
 from turnlane.clock import SYSTEM_CLOCK, Clock
 from turnlane.delivery.batching import (
@@ -473,8 +472,7 @@ class DeliveryRun:
         if self._client.has_any_failed:
             is_settled = np.ones(block.num_rows, dtype=np.bool_)
             is_settled[result.deferred] = False
-            settled = block.filter(pa.array(is_settled))
-            self._client.forget_settled(get_spans_by_source(settled))
+            self._client.forget_settled(get_spans_by_source(block, is_settled))
 
     def _remember_attempts(self, batch: SendBatch) -> None:
         """Have the destination's state remember how many times a batch failed, by its first event.

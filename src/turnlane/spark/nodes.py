@@ -452,10 +452,22 @@ class BreakerClient:
 
         ``action`` may be the name of the step's second output.
         """
-        node = self._ask_first("ping", _ping)
+        queue = step.source_queue
         return RemoteDestinationState(
-            node, action, step.source_queue, step.delivery, doing, workers=step.workers
+            self._ask_first("ping", _ping),
+            action,
+            queue,
+            step.delivery,
+            doing,
+            workers=step.workers,
+            find_settled=partial(self._find_settled, queue),
         )
+
+    def _find_settled(self, queue: str) -> dict[str, list[Span]]:
+        """Return the first settled events of a queue, on all nodes that answer."""
+        start = dict.fromkeys(range(self._nodes.count), -1)
+        extents = self._nodes.wait_for_events(queue, start, 0.0)
+        return {f"{queue}/{node}": [(0, each.low)] for node, each in extents.items()}
 
     def _ask_first(self, topic: str, call: Callable[[RemoteNode], Answer]) -> Answer:
         """Return the answer of the first node that gives one."""
