@@ -68,7 +68,8 @@ def test_failed_events_that_are_settled_without_a_send_are_forgotten(
     first: Served, tmp_path: Path
 ) -> None:
     step = LaneStep(action="send", source_queue="main")
-    with serving(tmp_path / "second", {"main": {}}) as second:
+    with serving(tmp_path / "second", {}) as second:
+        second.node.create("main")
         places = f"{first.url},{second.plane.address}"
         breakers = BreakerClient(Nodes(places, Credentials()))
         for served in (first, second):
@@ -81,6 +82,9 @@ def test_failed_events_that_are_settled_without_a_send_are_forgotten(
         with breakers.open_destination("send", step, lambda: (0, 0)) as task:
             left = {"main/1": [(4, 8)], "another/0": [(0, 2)]}
             assert _get_spans(task.request_permit()) == left
+        second.node.drop("main")
+        with breakers.open_destination("send", step, lambda: (0, 0)) as task:
+            assert _get_spans(task.request_permit()) == left, "a node without the queue is no error"
         destination = first.node.breakers.of("send").destination
         assert _get_spans(destination.request_permit()) == left, "the node has forgotten them"
 

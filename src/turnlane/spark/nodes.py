@@ -28,7 +28,7 @@ import pyarrow as pa
 from turnlane.client.address import NodeUrl
 from turnlane.client.destination import Doing, RemoteDestinationState
 from turnlane.client.node_client import Credentials, QueueEnds, RemoteNode, Spans, UnsettledSpans
-from turnlane.errors import LaneTaken, TransportDown, WriterAhead
+from turnlane.errors import LaneTaken, NoSuchQueue, TransportDown, WriterAhead
 from turnlane.events import Block
 from turnlane.intervals import Span
 from turnlane.key_hash import find_nodes
@@ -465,9 +465,10 @@ class BreakerClient:
 
     def _find_settled(self, queue: str) -> dict[str, list[Span]]:
         """Return the first settled events of a queue, on all nodes that answer."""
-        start = dict.fromkeys(range(self._nodes.count), -1)
-        extents = self._nodes.wait_for_events(queue, start, 0.0)
-        return {f"{queue}/{node}": [(0, each.low)] for node, each in extents.items()}
+        nodes = range(self._nodes.count)
+        calls = {node: partial(_get_low, self._nodes[node], queue) for node in nodes}
+        lows = self._nodes.ask_all(f"settled {queue}", calls, 0.0)
+        return {f"{queue}/{node}": [(0, low)] for node, low in lows.items()}
 
     def _ask_first(self, topic: str, call: Callable[[RemoteNode], Answer]) -> Answer:
         """Return the answer of the first node that gives one."""
@@ -475,6 +476,14 @@ class BreakerClient:
         calls = {node: partial(call, self._nodes[node]) for node in nodes}
         found = self._nodes.ask_all(topic, calls, 0.0)
         return found[min(found)]
+
+
+def _get_low(node: RemoteNode, queue: str) -> int:
+    """Return the first unsettled offset of a queue; 0 if the node does not have the queue yet."""
+    try:
+        return node.wait(queue, -1, 0.0).low
+    except NoSuchQueue:
+        return 0
 
 
 def _ping(node: RemoteNode) -> RemoteNode:
