@@ -277,6 +277,16 @@ def test_dead_letters_of_a_queue_are_logged_if_the_next_commit_fails(
     assert 'events=1 offsets="main 1"' in line
 
 
+def test_scattered_events_are_read_by_a_few_tasks(spark: SparkSession, node: Served) -> None:
+    values = numbers(0, 400)
+    node.publish("main", values)
+    spans = json.dumps([(0, at, at + 1) for at in range(0, 400, 2)])
+    options = {"endpoint": node.url, "queue": "main", "spans": spans}
+    events = spark.read.format("turnlane").options(**options).load()
+    assert events.rdd.getNumPartitions() <= 2
+    assert sorted(bytes(row.value) for row in events.collect()) == sorted(values[::2])
+
+
 STOPPED_SPARK = """
 import sys
 from pathlib import Path

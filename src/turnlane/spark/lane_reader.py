@@ -26,12 +26,11 @@ from turnlane.spark.batch_planning import (
     BatchSize,
     TaskSpans,
     select_batch,
-    split_into_tasks,
 )
 from turnlane.spark.by_reference import encode_task_spans, group_rows
 from turnlane.spark.nodes import BreakerClient, LaneNodes
 from turnlane.spark.options import LaneReadOptions
-from turnlane.spark.queue_reader import QueueScan, read_task_spans
+from turnlane.spark.queue_reader import QueueScan, read_task_spans, split_into_partitions
 from turnlane.spark.row_codec import RowBuilder
 from turnlane.spark.session import freeze_gc_after
 from turnlane.spark.steps import Suspension, find_suspension
@@ -135,13 +134,7 @@ class LaneReader(DataSourceStreamReader):
         self._batch_number += 1
         self._batch_started = time.monotonic()
         self._batch = self._lane.plan_batch(options.queue, self._batch, self._batch_number)
-        tasks = split_into_tasks(
-            self._batch,
-            options.ordering,
-            at_most=options.workers or max(2, options.min_partitions),
-            events_per_task=options.worker_minimum_events,
-        )
-        return [InputPartition(task) for task in tasks]
+        return split_into_partitions(self._batch, options.ordering, options)
 
     def commit(self, end: LaneOffset) -> None:
         """Do nothing: the sink has settled the batch."""

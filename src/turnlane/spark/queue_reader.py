@@ -49,9 +49,10 @@ from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.types import StructType
 
 from turnlane.client.node_client import QueueEnds
+from turnlane.delivery.settings import Ordering
 from turnlane.errors import Never, RetryLater
 from turnlane.events import Block, join_consecutive
-from turnlane.intervals import RangeSet, find_inside, merge_near_spans
+from turnlane.intervals import RangeSet, Span, find_inside, merge_near_spans
 from turnlane.key_hash import find_nodes
 from turnlane.logs import get_logger
 from turnlane.spark.batch_planning import (
@@ -59,11 +60,13 @@ from turnlane.spark.batch_planning import (
     BatchWait,
     NodeRange,
     Offset,
+    PendingSpans,
     Positions,
     QueryPosition,
     TaskSpans,
     cut_into_ranges,
     limit_ends,
+    split_into_tasks,
 )
 from turnlane.spark.nodes import Nodes
 from turnlane.spark.options import (
@@ -128,13 +131,17 @@ class QueueScan:
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read the events of a task."""
         piece = partition.value
-        if not isinstance(piece, NodeRange):
+        if not isinstance(piece, NodeRange | TaskSpans):
             return  # Spark passes an empty partition if a query has none.
         options = self._options
         builder = RowBuilder(self.arrow_schema, options.queue, piece.node, options.parse)
-        read = self._read_unsettled if options.skip_settled else self._read_all
         with freeze_gc_after("read"):
-            yield from read(piece, builder)
+            if isinstance(piece, TaskSpans):
+                rows = options.rows_per_batch
+                yield from read_task_spans(self.nodes, options.queue, piece, builder, rows)
+            else:
+                read = self._read_unsettled if options.skip_settled else self._read_all
+                yield from read(piece, builder)
 
     def _read_all(self, piece: NodeRange, builder: RowBuilder) -> Iterator[pa.RecordBatch]:
         """Read every event of a range; an event that does not arrive is lost."""
@@ -220,6 +227,19 @@ class QueueScan:
         if text not in self._reported_losses:
             log.warning("query.events_lost", queue=self._options.queue, loss=what)
         self._reported_losses.add(text)
+
+
+def split_into_partitions(
+    spans: PendingSpans, ordering: Ordering, options: ReadOptions
+) -> list[InputPartition]:
+    """Divide scattered events among tasks; each partition has :class:`TaskSpans`."""
+    tasks = split_into_tasks(
+        spans,
+        ordering,
+        at_most=options.workers or max(2, options.min_partitions),
+        events_per_task=options.worker_minimum_events,
+    )
+    return [InputPartition(task) for task in tasks]
 
 
 def read_task_spans(
@@ -322,9 +342,10 @@ class QueueBatchReader(DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         scan = self._scan
         if isinstance(self._options, SpanReadOptions):
-            spans = self._options.spans
-            cut = (scan.cut_into_partitions({n: first}, {n: end}) for n, first, end in spans)
-            return [partition for each in cut for partition in each]
+            spans: dict[int, list[Span]] = {}
+            for node, first, until in self._options.spans:
+                spans.setdefault(node, []).append((first, until))
+            return split_into_partitions(spans, Ordering.NONE, self._options)
         extents = scan.nodes.get_extents(self._options.queue)
         start = scan.find_starts(extents)
         scan.check_gone(start, extents)
