@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import Acks, Task, assert_never, wait_until
+from tests.queue_internals import state_of
 from tests.recovery.hooked_disk import Stored, drain_queue
 from tests.recovery.stored import value, values
 from turnlane.errors import EventsLost, QueueFull
 from turnlane.events import BASE_SCHEMA, block_of
 from turnlane.node.commit_record import Commit, SettleRange
+from turnlane.node.event_refs import read_range
 from turnlane.node.node import Node
 from turnlane.testing import FaultyDisk
 
@@ -133,6 +135,50 @@ def test_oldest_events_leave_a_full_failover_memory_and_are_counted(
     again.close()
     ledger = again.stats().ledger
     assert (ledger.accepted, ledger.delivered) == (52, 52 - lost)
+
+
+def test_failover_memory_is_bounded_while_an_older_event_is_unread(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk
+) -> None:
+    queue = queues(path, disk=disk, full_behavior="drop_oldest", **KNOBS)
+    assert queue.producer(ack="persisted").publish(b"old")
+    break_disk(disk, queue)
+    producer = queue.producer()
+    for number in range(300):
+        producer.publish_block(block_of([value(number) + bytes(100_000)]))
+    stats = queue.stats()
+    assert stats.ledger.dropped["oldest"] > 290
+    sealed = list(state_of(queue).buffer)
+    assert sum(block.nbytes for each in sealed for block in each.blocks or ()) < 300_000
+    assert stats.memory_blocks < 10, "ranges without contents are joined"
+    start, block = next(iter(read_range(queue, 2, queue.end)))
+    assert block.column("value")[0].as_py()[:6] == b"%06d" % (start - 2)
+    assert start + block.num_rows == queue.end
+    disk.clear()
+    wait_until(lambda: not queue.storage_failure, "the working disk")
+    assert queue.producer(ack="persisted").publish(b"last")
+    found = drain_queue(queue)
+    assert (found[0], found[-1]) == (b"old", b"last")
+    assert found[-2][:6] == b"%06d" % 299
+    assert queue.stats().ledger.adds_up
+
+
+def test_reader_finds_the_right_offsets_around_settled_events(
+    queues: Callable[..., Stored], path: Path
+) -> None:
+    queue = queues(path, **KNOBS)
+    producer = queue.producer()
+    for number in range(0, 40, 4):
+        producer.publish_block(block_of(values(number, number + 4)))
+    for first, end in ((10, 13), (6, 9), (30, 40), (9, 10), (22, 23)):
+        queue.settle(first, end)
+    found: dict[int, bytes] = {}
+    for start, block in read_range(queue, 0, queue.end):
+        found |= dict(enumerate(block.column("value").to_pylist(), start))
+    left = [*range(6), *range(13, 22), *range(23, 30)]
+    assert {at: each for at, each in found.items() if at in left} == {at: value(at) for at in left}
+    assert all(each == value(at) for at, each in found.items())
+    assert drain_queue(queue) == [value(at) for at in left]
 
 
 def test_event_that_a_consumer_holds_is_not_dropped(

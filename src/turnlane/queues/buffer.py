@@ -254,20 +254,28 @@ class Buffer:
             at = part.end
         return BlockRange(first, end, size, blocks, sequences=sequences)
 
-    def peek(self, first: int, end: int) -> list[Block]:
-        """Return the blocks of the events ``first`` to ``end - 1``, which stay in place."""
+    def peek(self, first: int, end: int) -> tuple[int, list[Block]]:
+        """Return the first run of events from ``first`` to ``end - 1`` that have contents.
+
+        The events stay in place. Returns the offset of the run and its blocks; none, and the end,
+        if all the events were released.
+        """
         if end > self.open.first:
             self.seal()
         found: list[Block] = []
         for sealed in self._sealed:
             start, stop = max(first, sealed.first), min(end, sealed.end)
+            if start < stop and sealed.blocks is None:
+                if found:
+                    break
+                first = stop
             at = sealed.first
             for block in sealed.blocks or ():
                 lower, upper = max(start, at), min(stop, at + block.num_rows)
                 if lower < upper:
                     found.append(block.slice(lower - at, upper - lower))
                 at += block.num_rows
-        return found
+        return first, found
 
     def cut_at(self, offset: int) -> None:
         """Cut the sealed range that has ``offset`` in its middle."""
@@ -275,11 +283,11 @@ class Buffer:
         found = self._sealed[at]
         self._sealed.insert(at, found.cut_head(offset - found.first))
 
-    def uncharge(self, first: int, end: int) -> tuple[int, int]:
-        """Stop charging the events ``first`` to ``end - 1``, which are settled.
+    def release(self, first: int, end: int) -> tuple[int, int]:
+        """Let go of the contents of the events ``first`` to ``end - 1``, which are settled.
 
-        Returns the events and bytes that they took of the bounds. The events stay in place, so
-        that the buffer has no gaps.
+        Returns the events and bytes that they took of the bounds. A range without contents stays
+        in place of them, so that the buffer has no gaps.
         """
         if end > self.open.first:
             self.seal()
@@ -294,11 +302,24 @@ class Buffer:
             if found.end > end:
                 sealed.insert(at, found.cut_head(end - found.first))
             part = sealed[at]
-            if part.is_charged:
-                part.is_charged = False
-                events, size = events + len(part), size + part.size
-            at += 1
+            charge = part.charge
+            events, size = events + charge[0], size + charge[1]
+            self.bytes -= part.size
+            sealed[at] = BlockRange(part.first, part.end, 0, None, is_charged=False)
+            at += not self._join_released(at)
+        self._join_released(at)
         return events, size
+
+    def _join_released(self, at: int) -> bool:
+        """Join a released range with a released range before it: there may be millions."""
+        sealed = self._sealed
+        if not 0 < at < len(sealed):
+            return False
+        if sealed[at - 1].blocks is not None or sealed[at].blocks is not None:
+            return False
+        sealed[at - 1].end = sealed[at].end
+        del sealed[at]
+        return True
 
     def drop_below(self, offset: int) -> None:
         """Drop the events below ``offset``."""

@@ -417,7 +417,10 @@ class BufferedQueue(Queue):
                 if first >= end:
                     return None
                 if first >= state.buffer.first:
-                    return first, conform_block(join_blocks(state.buffer.peek(first, end)))
+                    first, found_blocks = state.buffer.peek(first, end)
+                    if found_blocks:
+                        return first, conform_block(join_blocks(found_blocks))
+                    continue  # all of them are settled
                 end = min(end, state.buffer.first)
             while first < end:
                 found = self._storage.read(first, end)

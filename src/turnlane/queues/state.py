@@ -346,8 +346,11 @@ class QueueState:
         self.buffer.drop_below(self.positions.low)
 
     def _uncharge(self, first: int, end: int) -> tuple[int, int]:
-        """Stop charging a range that is about to be settled; returns the charge that it had."""
-        events, size = self.buffer.uncharge(first, end)
+        """Stop charging a range that is about to be settled; returns the charge that it had.
+
+        Its contents leave the buffer, though an older event may be unsettled.
+        """
+        events, size = self.buffer.release(first, end)
         in_flight, flight_events, flight_size = self.in_flight.uncharge(first, end)
         # The rest is only in storage, or a consumer reads it from there at this moment.
         stored = max(0, min(end, self.buffer.first) - first) - in_flight
