@@ -231,6 +231,18 @@ def test_many_interleaved_events_are_told_apart(memory: Harness) -> None:
     assert len(mine._runs) < 6_000  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
+def test_runs_of_events_on_disk_are_not_remembered(tmp_path: Path, kind: str) -> None:
+    """A disk holds far more events than memory has room for what producers remember of them."""
+    knobs = {"size": 1_000, "high_watermark": 500, "low_watermark": 100}
+    with open_queue(kind=kind, path=tmp_path, **knobs if kind == "disk_assisted" else {}) as queue:
+        mine, other = queue.producer(), queue.producer()
+        for number in range(20_000):
+            (mine if number % 2 else other).publish(b"%d" % number)
+        assert len(mine._runs) < 5_000  # type: ignore[attr-defined]
+        assert queue.stats().ledger.pending == 20_000
+
+
 def test_cancel_during_publishing_leaves_no_event_behind(in_memory: Harness) -> None:
     """Each event that a cancelled producer published was read, or is counted as cancelled."""
     queue = in_memory.open(size=1_000_000)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import abc
 import hashlib
-import itertools
 import operator
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -57,7 +57,7 @@ _PADDING = 64
 """Arrow rounds the size of its buffers up to a multiple of this."""
 
 _MIN_RUNS = 1_024
-"""Up to this many numbers, the runs of a producer are kept, though their events were read."""
+"""Up to this many numbers, the runs of a producer are kept, though no event can be cancelled."""
 
 _MAX_MICROSECONDS = (1 << 63) // 1000
 """Timestamps are carried in nanoseconds, which have to fit into 64 bits."""
@@ -336,7 +336,8 @@ class BufferedProducer(Producer):
         self._run_first = 0
         """Where the last run of consecutive offsets of this producer begins; it ends at `_end`."""
         self._runs = array("q")
-        """The earlier runs of unread events: first, end, first, end, and so on."""
+        """The earlier runs of events that can be cancelled: first, end, first, end, and so on."""
+        self._keeps_runs = state.storage.can_cancel
         self._max_runs = _MIN_RUNS
         self._is_closed = False
         self.is_cancelled = False
@@ -629,14 +630,16 @@ class BufferedProducer(Producer):
     def _begin_run(self, first: int) -> None:
         """Another producer's events came between: keep the last run. Under the lock."""
         runs = self._runs
-        if self._run_first < self._end:
+        if self._keeps_runs and self._run_first < self._end:
             if len(runs) >= self._max_runs:
-                read = self._positions.frontier
-                kept = [each for each in zip(runs[::2], runs[1::2], strict=True) if each[1] > read]
-                self._runs = runs = array("q", itertools.chain.from_iterable(kept))
+                start = self.state.find_cancellable()
+                del runs[: 2 * bisect_right(range(len(runs) // 2), start, key=self._get_run_end)]
                 self._max_runs = max(_MIN_RUNS, 2 * len(runs))
             runs.extend((self._run_first, self._end))
         self._run_first = first
+
+    def _get_run_end(self, number: int) -> int:
+        return self._runs[2 * number + 1]
 
     def _expect_ack(self, first: int, end: int) -> AckWaiter | None:
         """Arrange for the ack: a callback, or a waiter. Under the lock."""

@@ -250,7 +250,7 @@ class QueueState:
         """Drop the events of some ranges, as far as they are unread and only in memory."""
         if self.is_closed or not self.storage.can_cancel:
             return
-        start = max(self.positions.frontier, self.storage.find_unstored())
+        start = self.find_cancellable()
         wanted = RangeSet(
             (max(first, start), end) for first, end in spans if max(first, start) < end
         )
@@ -261,6 +261,10 @@ class QueueState:
                 for span in self.positions.find_unsettled(first, end):
                     mark.cancel(*span)  # first: or publishers would hear of a lost event
             self.settle_range(first, end, Outcome.CANCELLED, is_recorded=False)
+
+    def find_cancellable(self) -> int:
+        """Return the offset from which on events are unread and only in memory."""
+        return max(self.positions.frontier, self.storage.find_unstored())
 
     def keep_drops(self, *, now: bool) -> None:
         """Make drops durable before their publisher is told of them. Not under the lock.
