@@ -12,7 +12,7 @@ from tests.contract.harness import Acks, Task, assert_never, wait_until
 from tests.queue_internals import state_of
 from tests.recovery.hooked_disk import Stored, drain_queue
 from tests.recovery.stored import value, values
-from turnlane.errors import EventsLost, QueueFull
+from turnlane.errors import AckPending, EventsLost, QueueFull
 from turnlane.events import BASE_SCHEMA, block_of
 from turnlane.node.commit_record import Commit, SettleRange
 from turnlane.node.event_refs import read_range
@@ -257,3 +257,37 @@ def test_commit_settles_nothing_before_the_disk_has_its_events(
         assert main.low == 10
     with Node(tmp_path, {"main": {}, "action": {}}) as node:
         assert drain_queue(node.queue("action")) == values(0, 10)
+
+
+def test_waiting_publishers_do_not_shorten_the_pauses_of_a_failing_disk(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk
+) -> None:
+    queue = queues(path, disk=disk, **KNOBS | {"failover_memory": "64Mi"})
+    break_disk(disk, queue)
+    before = queue.stats().disk_errors
+    wait_until(lambda: queue.stats().disk_errors > before + 3, "a pause of some length")
+    before = queue.stats().disk_errors
+    producer = queue.producer(ack="persisted")
+    for _ in range(200):
+        with pytest.raises(AckPending):
+            producer.publish(b"x", timeout=0.002)
+    assert queue.stats().disk_errors < before + 20
+    disk.clear()
+    assert producer.publish(b"last")
+
+
+def test_position_that_is_not_recorded_is_logged_once_in_an_outage(
+    queues: Callable[..., Stored], path: Path, disk: FaultyDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = queues(path, disk=disk, **KNOBS)
+    for _ in range(2):
+        assert queue.producer(ack="persisted").publish(b"before")
+        caplog.clear()
+        disk.fail("write", times=None, match="journal")
+        for each in values(0, 5):
+            before = queue.stats().disk_errors
+            queue.producer().publish(each)
+            wait_until(lambda seen=before: queue.stats().disk_errors > seen, "another failure")
+        lines = [each for each in caplog.messages if "journal.position_not_recorded" in each]
+        assert len(lines) == 1
+        disk.clear()

@@ -351,7 +351,7 @@ class LogStorage(Storage):
             self._work.notify()
 
     def on_refused(self, outcome: Outcome, events: int) -> None:
-        if not self._drops:
+        if not self._drops and not self.failure:
             self._work.notify()
         self._drops[outcome] += events
 
@@ -621,6 +621,8 @@ class DiskStorage(LogStorage):
     def urge(self, level: AckLevel) -> None:
         if level is AckLevel.PERSISTED:
             self._is_urgent = True
+            if self.failure:
+                return  # the writer pauses before it tries again
             if not self._is_gathering or self._host.persisted.waiters >= self._group_size:
                 self._work.notify()
 

@@ -127,6 +127,8 @@ class Store:
         self._sequences = _copy_all(written.recovered_sequences)
         """By producer, the numbers that are in the log and not in the journal yet."""
         self._recorded_position = state.position
+        self._has_position_failed = False
+        """Whether the last attempt to record the position failed."""
         written.on_new_segment = self._record_sequences
         self.full_total = 0
         self.errors_total = 0
@@ -293,15 +295,18 @@ class Store:
             self.journal.record_position(position, unsettled_bytes, self._list_sequences())
         except OSError as error:
             self._count_error(error)
-            log.warning(
-                "journal.position_not_recorded",
-                directory=self._directory.path,
-                error=error,
-                hint="the next start takes longer",
-            )
+            if not self._has_position_failed:
+                log.warning(
+                    "journal.position_not_recorded",
+                    directory=self._directory.path,
+                    error=error,
+                    hint="the next start takes longer",
+                )
+            self._has_position_failed = True
         else:
             self._sequences.clear()
             self._recorded_position = position
+            self._has_position_failed = False
 
     def _record_sequences(self) -> None:
         """Record the sequences of earlier segments: recovery looks only in the last one."""
