@@ -72,6 +72,23 @@ def test_publisher_enters_when_the_disk_gets_space_and_the_limit_grows(tmp_path:
         assert queue.max_bytes > 10 * MEBI
 
 
+def test_large_event_waits_for_a_disk_that_is_short_of_space(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    disk.fill(200 * MEBI)
+    knobs: dict[str, Any] = {"kind": "disk", "path": tmp_path / "q", "size": "auto"}
+    with open_buffered_queue(disk=disk, **knobs) as queue:
+        producer = queue.producer()
+        largest = queue.max_event_bytes
+        producer.publish(bytes(3 * MEBI))
+        disk.fill(0)
+        queue.update_bounds()
+        assert queue.max_event_bytes == largest <= queue.max_bytes
+        producer.check_publishable(block_of([bytes(3 * MEBI)]))
+        disk.fill(200 * MEBI)
+        producer.publish(bytes(3 * MEBI), timeout=5)
+        assert queue.stats().ledger.pending == 2
+
+
 def test_queue_with_auto_size_created_again_is_the_same_queue(tmp_path: Path) -> None:
     with Node(tmp_path) as node:
         made = node.create("fast", kind="memory", size="auto")

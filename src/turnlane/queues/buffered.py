@@ -236,10 +236,11 @@ class BufferedQueue(Queue):
     def update_bounds(self) -> None:
         """Compute the limits of a ``disk`` queue with ``size: auto`` again; others keep theirs.
 
-        Raises ``DirectoryUnusable`` if the disk cannot be measured.
+        An event that fitted when the queue was opened always fits, if only later. Raises ``DirectoryUnusable`` if the disk cannot be measured.
         """
         if self.settings.target_utilization is not None and self.settings.kind is Kind.DISK:
-            settings = self.settings.with_bounds(self._measure())
+            largest = self._state.settings.max_event_bytes
+            settings = self.settings.with_bounds(self._measure(), largest)
             with self._state.lock:
                 self._state.admission.set_bounds(settings)
 
@@ -289,7 +290,7 @@ class BufferedQueue(Queue):
     @property
     def max_event_bytes(self) -> int:
         """The size of the largest event that the queue takes."""
-        return min(self.settings.max_event_bytes, self.max_bytes)
+        return min(self._state.settings.max_event_bytes, self.max_bytes)
 
     @property
     def room(self) -> int:

@@ -471,16 +471,17 @@ class QueueSettings(BaseModel):
         """The most workers of a pool, with a number for 0."""
         return self.workers or 2 * count_cores()
 
-    def with_bounds(self, available: int) -> QueueSettings:
+    def with_bounds(self, available: int, least: int = 0) -> QueueSettings:
         """Return settings with numbers for ``size: auto``, if it was set.
 
         ``available`` is the memory, or for ``disk`` the disk space, that the queue has or could
-        have.
+        have; ``least`` are the bytes that it holds in any case.
         """
         if self.target_utilization is None:
             return self
         largest = self.max_event_bytes if "max_event_bytes" in self.explicit else LEAST_AUTO_BYTES
-        most = max(self.target_utilization.of(available), largest, LEAST_AUTO_BYTES)
+        share = self.target_utilization.of(available)
+        most = max(share, largest, least, LEAST_AUTO_BYTES)
         return self.replace(
             target_utilization=None,
             max_bytes=most,
