@@ -89,6 +89,38 @@ def test_large_event_waits_for_a_disk_that_is_short_of_space(tmp_path: Path) -> 
         assert queue.stats().ledger.pending == 2
 
 
+def test_disk_that_cannot_be_measured_is_logged_once_and_stops_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, clock = FaultyDisk(), ManualClock()
+    disk.fill(200 * MEBI)
+    queues = {name: {"size": "auto"} for name in ("first", "second")}
+    with Node(tmp_path, queues, disk=disk) as node:
+        drained: list[float] = []
+        housekeeping = Housekeeping(
+            node.staging,
+            lambda: node.queues().values(),
+            lambda: drained.append(clock.monotonic()),
+            clock,
+        )
+        housekeeping.close()  # the test tidies
+        for _ in range(2):
+            disk.fail("free_bytes", times=None, match="first")
+            disk.fill(100 * MEBI)
+            caplog.clear()
+            for _ in range(2):
+                clock.advance(DRAIN_SECONDS)
+                housekeeping.tidy()
+            lines = [each for each in caplog.messages if "queue.bounds_not_updated" in each]
+            assert ["queue=first" in each for each in lines] == [True]
+            assert node.queue("second").max_bytes < 100 * MEBI < node.queue("first").max_bytes
+            disk.clear()
+            disk.fill(200 * MEBI)
+            clock.advance(DRAIN_SECONDS)
+            housekeeping.tidy()
+        assert len(drained) == 6
+
+
 def test_queue_with_auto_size_created_again_is_the_same_queue(tmp_path: Path) -> None:
     with Node(tmp_path) as node:
         made = node.create("fast", kind="memory", size="auto")

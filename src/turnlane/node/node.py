@@ -241,6 +241,8 @@ class Housekeeping(Closeable):
         self._drained_at = clock.monotonic()
         self._tidied_at = 0
         self._is_above_limit = False
+        self._unmeasured: set[str] = set()
+        """The queues whose bounds could not be computed at the last attempt."""
         self._thread = PeriodicThread("turnlane-housekeeping", self._try_to_tidy, INTERVAL)
 
     def close(self) -> None:
@@ -261,7 +263,7 @@ class Housekeeping(Closeable):
             self._drained_at = self._clock.monotonic()
             self._drain()
             for queue in self._queues():
-                queue.update_bounds()
+                self._update_bounds(queue)
         gone = self._staging.discard_older(STAGE_SECONDS)
         if gone:
             log.warning("staging.stages_expired", stages=gone, hint="no task committed them")
@@ -272,6 +274,18 @@ class Housekeeping(Closeable):
             self._tidied_at = moved
             release_free_memory()
             self._check_memory()
+
+    def _update_bounds(self, queue: BufferedQueue) -> None:
+        """Compute the bounds of a queue; log once in an outage that its disk is not measured."""
+        try:
+            queue.update_bounds()
+        except TurnlaneError as error:
+            if queue.name not in self._unmeasured:
+                hint = "the queue keeps its bounds until its disk can be measured"
+                log.warning("queue.bounds_not_updated", queue=queue.name, error=error, hint=hint)
+            self._unmeasured.add(queue.name)
+        else:
+            self._unmeasured.discard(queue.name)
 
     def _check_memory(self) -> None:
         """Log when the process passes its memory limit, each time."""
