@@ -126,24 +126,24 @@ class FlowRates:
     """How many events per second come and go, on average in the last minute. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, int, int]] = deque()
+        self._samples: deque[tuple[float, tuple[int, ...]]] = deque()
 
-    def add(self, now: float, came: int, left: int) -> None:
-        """Add a sample: how many events have come and left so far. Closer ones replace another."""
+    def add(self, now: float, *counts: int) -> None:
+        """Add a sample: the counts of events so far. Samples that are close replace another."""
         samples = self._samples
         if len(samples) > 1 and now - samples[-2][0] < 1.0:
             samples.pop()
-        samples.append((now, came, left))
+        samples.append((now, counts))
         while len(samples) > 2 and samples[1][0] <= now - RATE_SECONDS:
             samples.popleft()
 
-    def get_rates(self) -> tuple[float, float] | None:
-        """Return events per second, in and out; ``None`` if less than a second is known."""
-        (first, came, left), (last, came_now, left_now) = self._samples[0], self._samples[-1]
+    def get_rates(self) -> tuple[float, ...] | None:
+        """Return events per second for each count; ``None`` if less than a second is known."""
+        (first, before), (last, now) = self._samples[0], self._samples[-1]
         seconds = last - first
         if seconds < 1.0:
             return None
-        return (came_now - came) / seconds, (left_now - left) / seconds
+        return tuple((new - old) / seconds for old, new in zip(before, now, strict=True))
 
 
 def estimate_drain_seconds(pending: int, rate_in: float, rate_out: float) -> float:

@@ -74,3 +74,26 @@ def test_queue_that_shrinks_says_when_it_is_empty(stage: Stage) -> None:
     assert stage.run().splitlines()[1].split()[5] == "0s"
     found = json.loads(stage.run("--json"))
     assert (found["name"], found["ledger"]["pending"], found["drain_seconds"]) == ("orders", 0, 0)
+
+
+def test_dropped_events_do_not_count_as_rate_out(tmp_path: Path) -> None:
+    clock = ManualClock()
+    knobs = {"kind": "memory", "size": 100, "full_behavior": "drop_oldest"}
+    with Node(tmp_path, {"orders": knobs}, clock=clock) as node:
+        queue = node.queue("orders")
+        queue.stats()
+        for _ in range(10):
+            queue.producer().publish_block(block_of([b"x"] * 50))
+        clock.advance(10.0)
+        stats = queue.stats()
+        assert (stats.rate_in, stats.rate_out, stats.rate_dropped) == (50.0, 0.0, 40.0)
+        assert stats.drain_seconds == math.inf
+        clock.advance(90.0)
+        queue.stats()
+        queue.settle(queue.low, queue.low + 30)
+        clock.advance(30.0)
+        queue.stats()
+        clock.advance(30.0)
+        stats = queue.stats()
+        assert (stats.rate_in, stats.rate_out, stats.rate_dropped) == (0.0, 0.5, 0.0)
+        assert stats.drain_seconds == 140.0

@@ -360,7 +360,9 @@ class Stats:
     rate_in: float | None = None
     """Events that were accepted per second in the last minute; ``None`` if not known yet."""
     rate_out: float | None = None
-    """Events that were settled per second in the last minute."""
+    """Events that were delivered or became dead letters per second in the last minute."""
+    rate_dropped: float | None = None
+    """Events that were dropped per second in the last minute."""
     trouble: str = ""
     """Why the queue cannot write to its disk; empty if it can."""
 
@@ -379,7 +381,8 @@ class Stats:
         """Seconds until nothing is pending, at the present rates; infinite if the queue grows."""
         if self.rate_in is None or self.rate_out is None:
             return None
-        return estimate_drain_seconds(self.ledger.pending, self.rate_in, self.rate_out)
+        leaving = self.rate_out + (self.rate_dropped or 0.0)  # dropped events were accepted too
+        return estimate_drain_seconds(self.ledger.pending, self.rate_in, leaving)
 
     def as_dict(self) -> dict[str, object]:
         """Return the stats as values for JSON, which has no infinite number."""

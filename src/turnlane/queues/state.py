@@ -446,14 +446,16 @@ class QueueState:
         """Return the stats, without the part of the storage."""
         settings = self.settings
         ledger = self.totals.ledger(self.positions.end, self.positions.pending)
-        self._flow.add(self._clock.monotonic(), ledger.accepted, ledger.settled)
-        rate_in, rate_out = self._flow.get_rates() or (None, None)
+        counts = (ledger.accepted, ledger.delivered + ledger.dead, sum(ledger.dropped.values()))
+        self._flow.add(self._clock.monotonic(), *counts)
+        rate_in, rate_out, rate_dropped = self._flow.get_rates() or (None, None, None)
         return Stats(
             name=settings.name,
             kind=settings.kind.value,
             ledger=ledger,
             rate_in=rate_in,
             rate_out=rate_out,
+            rate_dropped=rate_dropped,
             size=self.admission.events,
             bytes=self.admission.bytes,
             max_size=None if settings.size is None else self.admission.max_events,
