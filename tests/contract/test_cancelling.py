@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -234,7 +235,7 @@ def test_many_interleaved_events_are_told_apart(memory: Harness) -> None:
 @pytest.mark.parametrize("kind", ["disk", "disk_assisted"])
 def test_runs_of_events_on_disk_are_not_remembered(tmp_path: Path, kind: str) -> None:
     """A disk holds far more events than memory has room for what producers remember of them."""
-    knobs = {"size": 1_000, "high_watermark": 500, "low_watermark": 100}
+    knobs: dict[str, Any] = {"size": 1_000, "high_watermark": 500, "low_watermark": 100}
     with open_queue(kind=kind, path=tmp_path, **knobs if kind == "disk_assisted" else {}) as queue:
         mine, other = queue.producer(), queue.producer()
         for number in range(20_000):

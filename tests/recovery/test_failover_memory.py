@@ -172,7 +172,7 @@ def test_reader_finds_the_right_offsets_around_settled_events(
         producer.publish_block(block_of(values(number, number + 4)))
     for first, end in ((10, 13), (6, 9), (30, 40), (9, 10), (22, 23)):
         queue.settle(first, end)
-    found: dict[int, bytes] = {}
+    found: dict[int, Any] = {}
     for start, block in read_range(queue, 0, queue.end):
         found |= dict(enumerate(block.column("value").to_pylist(), start))
     left = [*range(6), *range(13, 22), *range(23, 30)]
@@ -280,14 +280,18 @@ def test_position_that_is_not_recorded_is_logged_once_in_an_outage(
     queues: Callable[..., Stored], path: Path, disk: FaultyDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue = queues(path, disk=disk, **KNOBS)
+
+    def await_failure_of(event: bytes) -> None:
+        before = queue.stats().disk_errors
+        queue.producer().publish(event)
+        wait_until(lambda: queue.stats().disk_errors > before, "another failure")
+
     for _ in range(2):
         assert queue.producer(ack="persisted").publish(b"before")
         caplog.clear()
         disk.fail("write", times=None, match="journal")
         for each in values(0, 5):
-            before = queue.stats().disk_errors
-            queue.producer().publish(each)
-            wait_until(lambda seen=before: queue.stats().disk_errors > seen, "another failure")
+            await_failure_of(each)
         lines = [each for each in caplog.messages if "journal.position_not_recorded" in each]
         assert len(lines) == 1
         disk.clear()

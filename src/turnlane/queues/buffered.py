@@ -236,7 +236,8 @@ class BufferedQueue(Queue):
     def update_bounds(self) -> None:
         """Compute the limits of a ``disk`` queue with ``size: auto`` again; others keep theirs.
 
-        An event that fitted when the queue was opened always fits, if only later. Raises ``DirectoryUnusable`` if the disk cannot be measured.
+        An event that fitted when the queue was opened fits later too, once there is space. Raises
+        ``DirectoryUnusable`` if the disk cannot be measured.
         """
         if self.settings.target_utilization is not None and self.settings.kind is Kind.DISK:
             largest = self._state.settings.max_event_bytes
