@@ -283,8 +283,8 @@ class Buffer:
         found = self._sealed[at]
         self._sealed.insert(at, found.cut_head(offset - found.first))
 
-    def release(self, first: int, end: int) -> tuple[int, int]:
-        """Let go of the contents of the events ``first`` to ``end - 1``, which are settled.
+    def uncharge(self, first: int, end: int, *, release: bool) -> tuple[int, int]:
+        """Stop charging the events ``first`` to ``end - 1``, and release the contents on request.
 
         Returns the events and bytes that they took of the bounds. A range without contents stays
         in place of them, so that the buffer has no gaps.
@@ -304,6 +304,10 @@ class Buffer:
             part = sealed[at]
             charge = part.charge
             events, size = events + charge[0], size + charge[1]
+            part.is_charged = False
+            if not release:
+                at += 1
+                continue
             self.bytes -= part.size
             sealed[at] = BlockRange(part.first, part.end, 0, None, is_charged=False)
             at += not self._join_released(at)

@@ -343,18 +343,19 @@ class QueueState:
     def settle_range(self, first: int, end: int, outcome: Outcome, *, is_recorded: bool) -> None:
         """Settle the unsettled events of a range, in memory, in flight or in storage."""
         for start, stop in self.positions.find_unsettled(first, end):
-            charged, size = self._uncharge(start, stop)
+            charged, size = self._uncharge(start, stop, release=outcome.is_drop)
             events = BlockRange(start, stop, size, None, is_recorded=is_recorded)
             self.settle(events, outcome, charged, size)
         self.in_flight.settle_covered()
         self.buffer.drop_below(self.positions.low)
 
-    def _uncharge(self, first: int, end: int) -> tuple[int, int]:
+    def _uncharge(self, first: int, end: int, *, release: bool) -> tuple[int, int]:
         """Stop charging a range that is about to be settled; returns the charge that it had.
 
-        Its contents leave the buffer, though an older event may be unsettled.
+        With ``release`` its contents leave the buffer, though an older event may be unsettled;
+        without, readers can ask for them.
         """
-        events, size = self.buffer.release(first, end)
+        events, size = self.buffer.uncharge(first, end, release=release)
         in_flight, flight_events, flight_size = self.in_flight.uncharge(first, end)
         # The rest is only in storage, or a consumer reads it from there at this moment.
         stored = max(0, min(end, self.buffer.first) - first) - in_flight
