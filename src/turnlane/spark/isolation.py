@@ -224,7 +224,10 @@ class EventIsolation:
             return Isolation()
         if not has_passed:
             step, error = self._find_step(is_stopped, *bad[0])
-            why = f"no event passes {step}: {error}; {_count(waiting):,} events wait"
+            count = _count(waiting)
+            who = "no event passes" if count > 1 else "the only waiting event does not pass"
+            then = f"{count:,} events wait" if count > 1 else "it is given up once others pass"
+            why = f"{who} {step}: {error}; {then}"
             log.warning("lane.suspended", lane=lane, reason=why, offset=str(bad[0][0]))
             return Isolation(code_error=why)
         shown, rest = bad[:OFFSETS_SHOWN], bad[OFFSETS_SHOWN:]
