@@ -235,7 +235,7 @@ def test_invalid_snapshot_goes_to_quarantine(kept: Path) -> None:
 def test_record_of_a_later_version_ends_the_replay(kept: Path) -> None:
     data = bytearray((kept / "journal.a").read_bytes())
     at = find_start_of_records(data) + RECORD
-    for kind, outcome in ((6, 0), (1, 9), (0, 0)):
+    for kind, outcome in ((6, 0), (1, 10), (0, 0)):
         body = struct.pack("<BBHQQQQQ", kind, outcome, 0, 0, 4, 5, 1, 0)
         checksum = google_crc32c.extend(google_crc32c.value(struct.pack("<Q", 2)), body)
         data[at : at + RECORD] = struct.pack("<I", checksum) + body
