@@ -198,6 +198,7 @@ class QueueMachine(RuleBasedStateMachine):
         if done is not None:
             self.accept(level, new)
 
+    @precondition(lambda self: self.cancels_all is not False)
     @rule(level=levels)
     def cancel(self, level: str) -> None:
         """Take back the unread events of a producer, and make another one."""

@@ -83,9 +83,9 @@ def test_last_windows_come_out_without_newer_events(node: Served, run: Run, tmp_
     wait_until(lambda: count_rows(tmp_path / "counts") >= 30, "the windows", PATIENCE)
     node.publish("main", numbers(30, 33))  # Not too late, although the watermark has moved.
     wait_until(lambda: count_rows(tmp_path / "counts") >= 33, "a later window", PATIENCE)
+    (counts,) = (each for each in pipeline.status() if each.name == "counts")
     pipeline.stop()
     assert sorted(row["events"] for row in read_rows(tmp_path / "counts")) == [3, 10, 20]
-    (counts,) = (each for each in pipeline.status() if each.name == "counts")
     assert (counts.rows, counts.restarts) == (33, 0), "nothing else is counted"
     for name in ("main", "counts"):
         ledger = node.queue(name).stats().ledger
