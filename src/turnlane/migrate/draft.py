@@ -54,7 +54,7 @@ class Verdict(enum.StrEnum):
     UNUSED = "has no effect"
 
 
-class Finding(NamedTuple):
+class MigrationFinding(NamedTuple):
     """A setting that was not converted, or that means something else now."""
 
     origin: Origin
@@ -80,7 +80,7 @@ class Draft:
 
     title: str
     settings: dict[str, Any] = field(default_factory=lambda: {name: {} for name in SECTIONS})
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[MigrationFinding] = field(default_factory=list)
 
     def set(self, place: dict[str, Any], path: str, value: object, origin: Origin) -> None:
         """Set a value in a mapping of the draft, by its dotted path; a later value wins."""
@@ -94,15 +94,15 @@ class Draft:
 
     def add_missing(self, origin: Origin, advice: str) -> None:
         """Add a setting that turnlane does not have."""
-        self.findings.append(Finding(origin, Verdict.MISSING, advice))
+        self.findings.append(MigrationFinding(origin, Verdict.MISSING, advice))
 
     def add_different(self, origin: Origin, advice: str) -> None:
         """Add a setting that was converted and means something else now."""
-        self.findings.append(Finding(origin, Verdict.DIFFERENT, advice))
+        self.findings.append(MigrationFinding(origin, Verdict.DIFFERENT, advice))
 
     def add_unused(self, origin: Origin, why: str) -> None:
         """Add a setting that has no effect in the other program either."""
-        self.findings.append(Finding(origin, Verdict.UNUSED, why))
+        self.findings.append(MigrationFinding(origin, Verdict.UNUSED, why))
 
     def render(self) -> str:
         """Return YAML that ``turnlane validate`` accepts."""

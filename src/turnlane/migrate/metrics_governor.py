@@ -150,7 +150,7 @@ def read_flags(text: str, name: str) -> dict[str, Entry]:
 
 
 @dataclass
-class Converter:
+class GovernorConverter:
     """Builds the draft from the settings; :attr:`KEYS` has the rules."""
 
     entries: Mapping[str, Entry]
@@ -188,13 +188,13 @@ class Converter:
         self.draft.set(self.action, path, value, entry.origin)
 
 
-Rule = Callable[[Converter, Entry], None]
+Rule = Callable[[GovernorConverter, Entry], None]
 
 
 def copy_to(path: str, read: Callable[[Any], object] = lambda value: value) -> Rule:
     """Return a rule that sets the action's setting ``path`` to the same value."""
 
-    def convert(converter: Converter, entry: Entry) -> None:
+    def convert(converter: GovernorConverter, entry: Entry) -> None:
         converter.set(path, read(entry.value), entry)
 
     return convert
@@ -232,7 +232,7 @@ def read_count(value: object) -> int:
 def on_disk(path: str, read: Callable[[Any], object]) -> Rule:
     """Return a rule for a setting that only a queue on disk has."""
 
-    def convert(converter: Converter, entry: Entry) -> None:
+    def convert(converter: GovernorConverter, entry: Entry) -> None:
         if converter.kind == "disk":
             converter.set(path, read(entry.value), entry)
         else:
@@ -241,14 +241,14 @@ def on_disk(path: str, read: Callable[[Any], object]) -> Rule:
     return convert
 
 
-def _convert_type(converter: Converter, entry: Entry) -> None:
+def _convert_type(converter: GovernorConverter, entry: Entry) -> None:
     kind = str(entry.value).lower()
     if kind not in {"memory", "disk"}:
         raise ValueError(f"{entry.value!r} is not a type; metrics-governor has memory and disk")
     converter.set("queue.kind", kind, entry)
 
 
-def _convert_enabled(converter: Converter, entry: Entry) -> None:
+def _convert_enabled(converter: GovernorConverter, entry: Entry) -> None:
     if not _read_switch(entry.value):
         for leaf in ("queue", "lane"):
             converter.action.pop(leaf, None)
@@ -259,7 +259,7 @@ def _convert_enabled(converter: Converter, entry: Entry) -> None:
         )
 
 
-def _convert_path(converter: Converter, entry: Entry) -> None:
+def _convert_path(converter: GovernorConverter, entry: Entry) -> None:
     data = f"{str(entry.value).rstrip('/')}-turnlane"
     converter.draft.set(converter.draft.settings, "node.data", data, entry.origin)
     converter.draft.add_different(
@@ -269,43 +269,43 @@ def _convert_path(converter: Converter, entry: Entry) -> None:
     )
 
 
-def _convert_full_behavior(converter: Converter, entry: Entry) -> None:
+def _convert_full_behavior(converter: GovernorConverter, entry: Entry) -> None:
     converter.set("queue.full_behavior", str(entry.value), entry)
     if entry.value == "block":
         advice = "turnlane waits without a limit and drops nothing; metrics-governor waits 30 s"
         converter.draft.add_different(entry.origin, advice)
 
 
-def _convert_always_queue(converter: Converter, entry: Entry) -> None:
+def _convert_always_queue(converter: GovernorConverter, entry: Entry) -> None:
     mode = "queue" if _read_switch(entry.value) else "try_direct"
     converter.set("delivery.mode", mode, entry)
 
 
-def _convert_workers(converter: Converter, entry: Entry) -> None:
+def _convert_workers(converter: GovernorConverter, entry: Entry) -> None:
     workers = read_count(entry.value)
     converter.set("lane.workers", workers, entry)
     if workers > 0:
         converter.set("delivery.max_in_flight", workers, entry)
 
 
-def _convert_backoff_switch(converter: Converter, entry: Entry) -> None:
+def _convert_backoff_switch(converter: GovernorConverter, entry: Entry) -> None:
     if not _read_switch(entry.value):
         converter.set("delivery.backoff_multiplier", 1.0, entry)
 
 
-def _convert_multiplier(converter: Converter, entry: Entry) -> None:
+def _convert_multiplier(converter: GovernorConverter, entry: Entry) -> None:
     if converter.is_on("backoff.enabled", otherwise=True):
         converter.set("delivery.backoff_multiplier", float(str(entry.value)), entry)
     else:
         converter.draft.add_unused(entry.origin, "backoff.enabled is false")
 
 
-def _convert_breaker_switch(converter: Converter, entry: Entry) -> None:
+def _convert_breaker_switch(converter: GovernorConverter, entry: Entry) -> None:
     if not _read_switch(entry.value):
         converter.set("delivery.breaker_failures", 0, entry)
 
 
-def _convert_threshold(converter: Converter, entry: Entry) -> None:
+def _convert_threshold(converter: GovernorConverter, entry: Entry) -> None:
     if converter.is_on("circuit_breaker.enabled", otherwise=True):
         converter.set("delivery.breaker_failures", read_count(entry.value), entry)
     else:
@@ -315,7 +315,7 @@ def _convert_threshold(converter: Converter, entry: Entry) -> None:
 def in_split(path: str, default: str) -> Rule:
     """Return a rule for a number of the pipeline split, where 0 is the default."""
 
-    def convert(converter: Converter, entry: Entry) -> None:
+    def convert(converter: GovernorConverter, entry: Entry) -> None:
         count = read_count(entry.value)
         if not converter.is_on("pipeline_split.enabled", otherwise=False):
             converter.draft.add_unused(entry.origin, "pipeline_split.enabled is false")
@@ -330,7 +330,7 @@ def in_split(path: str, default: str) -> Rule:
 def in_adaptive(path: str) -> Rule:
     """Return a rule for a bound of the adaptive workers, where 0 is the default."""
 
-    def convert(converter: Converter, entry: Entry) -> None:
+    def convert(converter: GovernorConverter, entry: Entry) -> None:
         count = read_count(entry.value)
         if not converter.is_on("adaptive_workers.enabled", otherwise=False):
             converter.draft.add_unused(entry.origin, "adaptive_workers.enabled is false")
@@ -343,7 +343,7 @@ def in_adaptive(path: str) -> Rule:
     return convert
 
 
-def _convert_adaptive_switch(converter: Converter, entry: Entry) -> None:
+def _convert_adaptive_switch(converter: GovernorConverter, entry: Entry) -> None:
     if _read_switch(entry.value):
         converter.set("delivery.concurrency", "adaptive", entry)
     else:
@@ -354,7 +354,7 @@ def _convert_adaptive_switch(converter: Converter, entry: Entry) -> None:
         )
 
 
-def _convert_send_limit(converter: Converter, entry: Entry) -> None:
+def _convert_send_limit(converter: GovernorConverter, entry: Entry) -> None:
     count = read_count(entry.value)
     if count:
         converter.set("delivery.max_in_flight", count, entry)
@@ -363,7 +363,7 @@ def _convert_send_limit(converter: Converter, entry: Entry) -> None:
         converter.draft.add_different(entry.origin, advice)
 
 
-def _convert_adaptive_size(converter: Converter, entry: Entry) -> None:
+def _convert_adaptive_size(converter: GovernorConverter, entry: Entry) -> None:
     if not _read_switch(entry.value):
         return
     if converter.has_fixed_size:
@@ -376,7 +376,7 @@ def _convert_adaptive_size(converter: Converter, entry: Entry) -> None:
         converter.set("queue.size", "auto", entry)
 
 
-def _convert_utilization(converter: Converter, entry: Entry) -> None:
+def _convert_utilization(converter: GovernorConverter, entry: Entry) -> None:
     if converter.has_fixed_size or not converter.is_on("adaptive_enabled", otherwise=True):
         converter.draft.add_unused(entry.origin, "the size of the queue is fixed")
     else:
@@ -385,7 +385,7 @@ def _convert_utilization(converter: Converter, entry: Entry) -> None:
         converter.set("queue.target_utilization", read_percent(entry.value), entry)
 
 
-def _convert_memory_share(converter: Converter, entry: Entry) -> None:
+def _convert_memory_share(converter: GovernorConverter, entry: Entry) -> None:
     if converter.kind == "memory" and QUEUE + "max_bytes" in converter.entries:
         advice = "max_bytes decides; write memory_percent instead of it, not both"
         converter.draft.add_missing(entry.origin, advice)
@@ -393,12 +393,12 @@ def _convert_memory_share(converter: Converter, entry: Entry) -> None:
         converter.set("queue.memory_percent", read_percent(entry.value), entry)
 
 
-def _convert_limit_ratio(converter: Converter, entry: Entry) -> None:
+def _convert_limit_ratio(converter: GovernorConverter, entry: Entry) -> None:
     draft = converter.draft
     draft.set(draft.settings, "node.memory_limit", read_percent(entry.value), entry.origin)
 
 
-def _convert_endpoint(converter: Converter, entry: Entry) -> None:
+def _convert_endpoint(converter: GovernorConverter, entry: Entry) -> None:
     endpoint = str(entry.value)
     protocol = converter.entries.get("exporter.protocol")
     if "://" not in endpoint:
@@ -415,7 +415,7 @@ def _convert_endpoint(converter: Converter, entry: Entry) -> None:
     converter.set("output.url", endpoint, entry)
 
 
-def _convert_protocol(converter: Converter, entry: Entry) -> None:
+def _convert_protocol(converter: GovernorConverter, entry: Entry) -> None:
     if str(entry.value).lower() != "http" and "exporter.endpoint" not in converter.entries:
         advice = "turnlane sends OTLP over HTTP: set the url of the output"
         converter.draft.add_missing(entry.origin, advice)
@@ -424,7 +424,7 @@ def _convert_protocol(converter: Converter, entry: Entry) -> None:
 def listen(kind: str) -> Rule:
     """Return a rule for the address of a receiver."""
 
-    def convert(converter: Converter, entry: Entry) -> None:
+    def convert(converter: GovernorConverter, entry: Entry) -> None:
         host, _, port = str(entry.value).rpartition(":")
         is_public = host in {"", "0.0.0.0", "[::]"}  # noqa: S104 - of the other program
         address = f"*:{port}" if is_public else str(entry.value)
@@ -519,7 +519,7 @@ def convert_settings(entries: Mapping[str, Entry], file: str) -> Draft:
     """Return the draft of a configuration."""
     draft = Draft(f"From metrics-governor: {file}")
     draft.settings["node"]["data"] = Leaf("./data")
-    converter = Converter(entries, draft)
+    converter = GovernorConverter(entries, draft)
     converter.action |= {"name": Leaf(ACTION), "queue": {"kind": Leaf(converter.kind)}}
     converter.action |= {"lane": {}, "delivery": {}}
     converter.action["output"] = {

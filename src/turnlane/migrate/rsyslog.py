@@ -32,12 +32,12 @@ from turnlane.migrate.rsyslog_queues import (
     set_value,
 )
 from turnlane.migrate.rsyslog_syntax import (
-    Call,
     Condition,
     Directive,
     LegacyAction,
     ObjectStatement,
     Parameter,
+    RulesetCall,
     Statement,
     Stop,
     Unknown,
@@ -87,7 +87,7 @@ _QUIET: Final = {"type", "name", "load", "ruleset"}
 
 
 @dataclass
-class Converter:
+class RsyslogConverter:
     """Walks over the statements and fills the draft."""
 
     draft: Draft
@@ -126,7 +126,7 @@ class Converter:
                     self._convert_legacy_action(statement, condition)
                 case Stop():
                     self._add_action(statement, {}, {"type": Leaf("discard")}, condition)
-                case Call():
+                case RulesetCall():
                     self._convert_call(statement, condition)
                 case Unknown():
                     self._miss(statement, statement.why)
@@ -160,7 +160,7 @@ class Converter:
         self.walk(statement.then, join_conditions("AND", condition, own))
         self.walk(statement.otherwise, join_conditions("AND", condition, other))
 
-    def _convert_call(self, statement: Call, condition: str) -> None:
+    def _convert_call(self, statement: RulesetCall, condition: str) -> None:
         ruleset = self.rulesets.get(statement.ruleset)
         if ruleset is None:
             self._miss(statement, "there is no such ruleset in this file")
@@ -509,20 +509,20 @@ def _has_tls(parameters: Parameters, *, otherwise: bool) -> bool:
     return modes[0] != "0" if modes else otherwise
 
 
-_DIRECTIVES: Final[Mapping[str, Callable[[Converter, Parameter], None]]] = {
-    "actionname": Converter.set_name,
-    "actionresumeinterval": Converter.set_lasting,
-    "actionsendstreamdrivermode": Converter.set_tls,
-    "includeconfig": Converter.leave_files_out,
-    "inputfilename": Converter.add_files,
-    "inputptcpserverrun": Converter.listen_tcp,
-    "inputtcpserverrun": Converter.listen_tcp,
-    "inputtcpserverstreamdrivermode": Converter.set_input_tls,
-    "maxmessagesize": Converter.convert_global,
-    "modload": Converter.load_module,
-    "udpserveraddress": Converter.set_udp_address,
-    "udpserverrun": Converter.listen_udp,
-    "workdirectory": Converter.convert_global,
+_DIRECTIVES: Final[Mapping[str, Callable[[RsyslogConverter, Parameter], None]]] = {
+    "actionname": RsyslogConverter.set_name,
+    "actionresumeinterval": RsyslogConverter.set_lasting,
+    "actionsendstreamdrivermode": RsyslogConverter.set_tls,
+    "includeconfig": RsyslogConverter.leave_files_out,
+    "inputfilename": RsyslogConverter.add_files,
+    "inputptcpserverrun": RsyslogConverter.listen_tcp,
+    "inputtcpserverrun": RsyslogConverter.listen_tcp,
+    "inputtcpserverstreamdrivermode": RsyslogConverter.set_input_tls,
+    "maxmessagesize": RsyslogConverter.convert_global,
+    "modload": RsyslogConverter.load_module,
+    "udpserveraddress": RsyslogConverter.set_udp_address,
+    "udpserverrun": RsyslogConverter.listen_udp,
+    "workdirectory": RsyslogConverter.convert_global,
 }
 
 
@@ -541,7 +541,7 @@ def convert_text(text: str, file: str) -> Draft:
     }
     chosen = _choose_ruleset(statements)
     start = statements if chosen is None else rulesets[chosen].body
-    converter = Converter(draft, rulesets, chosen, _find_called(start, rulesets))
+    converter = RsyslogConverter(draft, rulesets, chosen, _find_called(start, rulesets))
     if chosen is None:
         converter.walk(statements, EVERY)
     else:
@@ -559,7 +559,7 @@ def _is_rule(statement: Statement) -> bool:
     """Whether a statement is a part of a ruleset."""
     if isinstance(statement, ObjectStatement):
         return statement.kind == "action"
-    return isinstance(statement, Condition | LegacyAction | Stop | Call)
+    return isinstance(statement, Condition | LegacyAction | Stop | RulesetCall)
 
 
 def _find_called(
@@ -572,7 +572,7 @@ def _find_called(
         each = waiting.pop()
         if isinstance(each, Condition):
             waiting += [*each.then, *each.otherwise]
-        elif isinstance(each, Call) and each.ruleset in rulesets.keys() - found:
+        elif isinstance(each, RulesetCall) and each.ruleset in rulesets.keys() - found:
             found.add(each.ruleset)
             waiting += rulesets[each.ruleset].body
     return frozenset(found)
@@ -599,7 +599,7 @@ def _choose_ruleset(statements: list[Statement]) -> str | None:
     return found.pop() if len(found) == 1 and found <= names else None
 
 
-def _finish(converter: Converter) -> None:
+def _finish(converter: RsyslogConverter) -> None:
     """Put the parts into the sections of the draft."""
     draft, settings = converter.draft, converter.draft.settings
     knobs = {name.removeprefix("queue."): each for name, each in converter.main.items()}

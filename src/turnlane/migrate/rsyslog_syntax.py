@@ -120,7 +120,7 @@ class Stop(Statement):
 
 
 @dataclass
-class Call(Statement):
+class RulesetCall(Statement):
     """The statements of a ruleset."""
 
     ruleset: str
@@ -324,7 +324,7 @@ class _Reader:
             if name is None:
                 raise Unreadable("call names no ruleset")
             self._at = name.end()
-            return Call(line, f"call {name[0]}", name[0])
+            return RulesetCall(line, f"call {name[0]}", name[0])
         if word == "foreach":
             self._read_tokens("do")
             self._read_block()
